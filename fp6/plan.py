@@ -45,6 +45,8 @@ class Fp6Recipe(Recipe):
     """Bits of the inputs of the quantised linears, per token: 8, or 16 to leave them alone."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.element, str):
+            object.__setattr__(self, "element", self.element.lower())  # as OCP writes it
         super().__post_init__()
         if self.element not in self.known_widths:
             raise InputError(f"--element must be one of {', '.join(self.known_widths)}; found {self.element!r}")

@@ -16,9 +16,21 @@ from ptq.errors import InputError, RunError  # noqa: E402
 from ptq.recipe import Recipe, RunOptions  # noqa: E402
 
 if not startup.is_command():  # which imports what it needs when it needs it
+    from ptq.commands.verify import verify
     from ptq.hf.packed_config import PtqConfig
     from ptq.hf.plugin import PtqQuantizer
     from ptq.pipeline.pipeline import plan, quantize
     from ptq.pipeline.result import Result
 
-__all__ = ["InputError", "PtqConfig", "PtqQuantizer", "Recipe", "Result", "RunError", "RunOptions", "plan", "quantize"]
+__all__ = [
+    "InputError",
+    "PtqConfig",
+    "PtqQuantizer",
+    "Recipe",
+    "Result",
+    "RunError",
+    "RunOptions",
+    "plan",
+    "quantize",
+    "verify",
+]

@@ -300,7 +300,8 @@ def test_the_record_is_what_the_page_says(checkpoint: Path):
     section = FORMAT.partition("## 6")[2].partition("## 7")[0]
     assert set(record) == set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
     assert set(record["result"]) == {
-        *("bits_per_weight", "nbytes", "rotation_error", "kl", "top1", "kl_standard_error", "text")
+        *("bits_per_weight", "nbytes", "rotation_error", "kl", "top1", "kl_standard_error", "text"),
+        *("perplexity", "original_perplexity"),
     }
     content = {key: record[key] for key in ("recipe", "source", "calibration", "version", "signs")}
     assert hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() == record["fingerprint"]

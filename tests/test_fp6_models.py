@@ -172,6 +172,10 @@ def test_two_processes_give_the_same_bytes(mixed: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
+def test_elements_are_known_by_the_names_of_ocp() -> None:
+    assert Fp6Recipe(element="E2M1") == Fp6Recipe(element="e2m1")
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 

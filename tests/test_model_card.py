@@ -83,7 +83,9 @@ def test_a_card_says_on_what_text_was_measured(tmp_path: Path) -> None:
     card = (tmp_path / "a" / "README.md").read_text()
     assert "rows of text.txt, to which nothing was fitted |" in card
     assert "| bits of the inputs of these linears |  | 8 |" in card
-    assert read_result(tmp_path / "a").text == "text.txt, to which nothing was fitted"
+    found = read_result(tmp_path / "a")
+    assert found.text == "text.txt, to which nothing was fitted"
+    assert f"| {found.original_perplexity:.3f} | {found.perplexity:.3f} |" in card
 
 
 def test_a_text_with_no_rows_but_those_that_are_fitted_to_is_told(tmp_path: Path) -> None:

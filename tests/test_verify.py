@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, save_model
 from transformers import AutoModelForCausalLM
 
+import ptq
+
 pytestmark = pytest.mark.usefixtures("fast")
 
 
@@ -57,11 +59,16 @@ def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_p
         other = save_model(tmp_path / size, **{**TINY, size: value})
         message = f"{other}: is not the original of {packed}: its {size} is {value}, not {own}"
         check_refused(quantize("verify", packed, "--against", other), message)
-    (tmp_path / "short.txt").write_text("too short")
-    messages = {"none": "none: cannot be read", "short.txt": "short.txt has 9 tokens, too few for one window"}
+    (tmp_path / "shortest.txt").write_text("a")
+    messages = {"none": "none: cannot be read", "shortest.txt": "shortest.txt has 1 tokens, too few for one window"}
     for name, message in messages.items():
         result = quantize("verify", packed, "--against", tiny, "--text", tmp_path / name)
         assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
+    (tmp_path / "short.txt").write_text("nine ones")
+    found = quantize("verify", packed, "--against", tiny, "--text", tmp_path / "short.txt", "--json")
+    assert json.loads(found.stdout)["tokens"] == 8  # the first is but read
+    again = ptq.verify(packed, tiny, str(tmp_path / "short.txt"))
+    assert again.tokens == 8 and again.kl == pytest.approx(json.loads(found.stdout)["kl"], rel=1e-5)
 
 
 def test_verify_against_another_model_of_the_same_sizes(

@@ -55,17 +55,17 @@ class Verification:
     nor recorded."""
 
 
-def verify(checkpoint: str, against: str | None = None, text: Path | None = None) -> Verification:
-    """Check a checkpoint against its own record and, if asked, against the original model.
+def verify(checkpoint: str | Path, against: str | Path | None = None, text: str | Path | None = None) -> Verification:
+    """Check a checkpoint against its own record and, if asked, against the original model, on random tokens or a text.
 
     Raises InputError for a checkpoint that is not quantised by ptq, or whose files are not as they were written.
     Without a record (`save_pretrained` writes none), everything else is checked.
     """
-    folder = source.resolve(checkpoint)
+    folder = source.resolve(str(checkpoint))
     found = check_integrity(folder)
     if against is None:
         return found
-    original = source.resolve(against)
+    original = source.resolve(str(against))
     ours, theirs = (load_config(model).get_text_config() for model in (folder, original))
     for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if (own := getattr(ours, size)) != (other := getattr(theirs, size)):
@@ -174,7 +174,7 @@ def _check_hashes(folder: Path, hashes: dict[str, str]) -> set[str]:
     return added
 
 
-def _windows(original: Path, text: Path | None) -> Windows:
+def _windows(original: Path, text: str | Path | None) -> Windows:
     config = load_config(original)
     if text is None:
         context = context_for(config, min(RANDOM_TOKENS, context_for(config)))
@@ -183,4 +183,7 @@ def _windows(original: Path, text: Path | None) -> Windows:
         return Windows(tokens, context, "random tokens", "none")
     context = context_for(config)
     tokenizer = load_tokenizer(original)
-    return windows_from_text(tokenizer, read_text(text, tokenizer), context, str(text), bos_of(tokenizer, config))
+    bos = bos_of(tokenizer, config)
+    return windows_from_text(
+        tokenizer, read_text(source.path_of(text), tokenizer), context, str(text), bos, or_shorter=True
+    )

@@ -58,15 +58,23 @@ def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
 
 
 def windows_from_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, context: int, name: str = "the text", bos: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    context: int,
+    name: str = "the text",
+    bos: int | None = None,
+    or_shorter: bool = False,
 ) -> Windows:
-    """Tokenise the whole text once and cut it; the tail is dropped. `bos` is put in front of every window.
+    """Tokenise the whole text once and cut it; the tail is dropped. `bos` is put in front of every window. With
+    `or_shorter` a text that fills no window is one.
 
     Raises InputError, with this `name`, if the text fills no window.
     """
     if not text.strip():
         raise InputError(f"{name} is empty; give a text")
     ids = tokenizer(text, verbose=False, add_special_tokens=bos is None)["input_ids"]
+    if or_shorter:
+        context = min(context, max(2, len(ids) + (bos is not None)))
     tokens = windows_of(torch.tensor(ids, dtype=torch.long), context, bos)
     if len(tokens) == 0:
         raise InputError(

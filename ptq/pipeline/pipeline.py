@@ -223,6 +223,8 @@ def _finish(
         source=job.checkpoint.tensors, written=written.tensors, log=log, before=before, after=after,
         positions=None if text is None else positions, text=text or "", trainings=trainings,
     )  # fmt: skip
+    if made.positions is not None:
+        found["original_perplexity"], found["perplexity"] = made.positions.perplexities
     if with_report:
         report.write(made, folder)
     asked = replace(asked, calibration=asked.calibration and record.recipe["calibration"])  # without its folder

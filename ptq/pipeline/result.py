@@ -25,8 +25,11 @@ class Result:
     """Share of probe tokens after which both models expect the same token."""
     kl_standard_error: float | None = None
     """That of `kl`, with rows of the probe as samples; None where there is but one."""
+    perplexity: float | None = None
+    original_perplexity: float | None = None
+    """Of both models on the probe's rows of `text`; None where there is none."""
     text: str | None = None
-    """What `kl` and `top1` were measured on, and whether weights were fitted to it; None: a few random tokens."""
+    """What these were measured on, and whether weights were fitted to it; None: a few random tokens."""
 
 
 def read_result(out: Path) -> Result:
