@@ -157,15 +157,15 @@ MUCH_LOST = 0.2
 def _quality(model: str, recipe: Recipe, result: "Result") -> str:
     """What is known of a result's quality, and how to know more."""
     from ptq.files import companions
+    from ptq.reporting.sizes import with_error
 
     kl, places = result.kl, f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
         growth = f"about {math.expm1(kl):+.1%} of" if kl < 1 else "more than twice the"
         lost = "" if kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
-        error = "" if result.kl_standard_error is None else f" ± {result.kl_standard_error:.4f}"
-        found = f"KL from the original: {kl:.4f}{error} nats per token of a few rows of {result.text}"
-        return f"{found}, {growth} perplexity{lost}{more}"
+        found = f"KL from the original: {with_error(kl, result.kl_standard_error)} nats per token"
+        return f"{found} of a few rows of {result.text}, {growth} perplexity{lost}{more}"
     if not companions.has_tokenizer(result.out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"

@@ -109,6 +109,7 @@ def verify(
 def _print_found(checkpoint: str, against: str | None, text: Path | None, found: "Verification") -> None:
     """What was found, for people."""
     from ptq.pipeline.work import RECORD
+    from ptq.reporting.sizes import with_error
 
     state = "every one as it was written" if found.recorded else (
         f"whole; without {RECORD} (save_pretrained writes none) changed bytes inside a tensor cannot be found"
@@ -118,8 +119,8 @@ def _print_found(checkpoint: str, against: str | None, text: Path | None, found:
         typer.echo(f"put beside them since, and a model may be loaded from it: {', '.join(found.added)}")
     if found.kl is not None:
         tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
-        error = "" if found.kl_standard_error is None else f" ± {found.kl_standard_error:.5f}"
-        cli.write(f"against {against}: KL {found.kl:.5f}{error} nats per token, same first choice for "
+        kl = with_error(found.kl, found.kl_standard_error, digits=5)
+        cli.write(f"against {against}: KL {kl} nats per token, same first choice for "
                   f"{found.top1:.2%} of {tokens}\n")  # fmt: skip
     if found.perplexity is not None and found.original_perplexity is not None:
         growth = found.perplexity / found.original_perplexity - 1

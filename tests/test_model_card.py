@@ -1,6 +1,5 @@
 """The model card of a result: what the hub reads of it, and that it tells the truth."""
 
-import os
 import shlex
 import shutil
 from dataclasses import replace
@@ -103,7 +102,10 @@ def test_what_a_model_is_called(typed: str, tmp_path: Path, monkeypatch: pytest.
     model = save_model(tmp_path / "model")
     snapshot = tmp_path / "cache" / "models--org--name" / "snapshots"
     snapshot.mkdir(parents=True)
-    model.rename(snapshot / "0123abc") if "cache" in typed else os.chdir(model)
+    if "cache" in typed:
+        model.rename(snapshot / "0123abc")
+    else:
+        monkeypatch.chdir(model)
     assert quantize("fp6", typed.format(model=model), tmp_path / "out").exit_code == 0
     head, text = metadata_load(tmp_path / "out" / "README.md") or {}, (tmp_path / "out" / "README.md").read_text()
     name = "name" if "cache" in typed else "model"

@@ -21,6 +21,7 @@ from ptq.files import hub
 from ptq.files.dtypes import name_of
 from ptq.hf.loading import load_config, load_model, load_tokenizer
 from ptq.pipeline.progress import counting
+from ptq.reporting.sizes import with_error
 from ptq.statistics import text_sources
 from ptq.statistics.calibration import bos_of
 
@@ -71,7 +72,7 @@ def measure(question: Question) -> Measured:
     bos = bos_of(tokenizer, config)
     windows = windows_from_text(tokenizer, text, context, name, bos)
     if question.against is not None:
-        context_for(load_config(question.against), context)
+        context_for(load_config(question.against), context)  # which may not reach as far
         theirs = windows_from_text(load_tokenizer(question.against), text, context, bos=bos)
         if not torch.equal(windows.tokens, theirs.tokens):
             raise InputError(
@@ -184,4 +185,4 @@ def as_table(measured: Measured) -> Table:
 
 
 def _with_error(value: float, error: float | None) -> str:
-    return f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else " (one window: no standard error)")
+    return with_error(value, error) + ("" if error is not None else " (one window: no standard error)")

@@ -14,8 +14,8 @@ from ptq.files.shards import write_bytes
 from ptq.files.source import HUB_NAME
 from ptq.recipe import Recipe
 from ptq.reporting.report_schema import PAGE, Report
-from ptq.reporting.report_tables import value, with_error
-from ptq.reporting.sizes import size_text
+from ptq.reporting.report_tables import value
+from ptq.reporting.sizes import size_text, with_error
 from ptq.startup import DISTRIBUTION
 
 INHERITED = ("language", "license", "license_name", "license_link")

@@ -10,7 +10,7 @@ from ptq.reporting import charts, report_tables
 from ptq.reporting.charts import Place, Series
 from ptq.reporting.report_schema import Layer, Observed, Positions, Report
 from ptq.reporting.report_tables import value as _value
-from ptq.reporting.sizes import size_text
+from ptq.reporting.sizes import size_text, with_error
 
 BEFORE, AFTER = "#d9822b", "#1a56c4"
 KINDS = ("#1a56c4", "#5b9bd5", "#12877d", "#8e5ea2", "#d9822b", "#b5502f", "#7a8b1f", "#5f6368")
@@ -59,7 +59,7 @@ def _header(report: Report) -> str:
     if found is not None:
         old, new = found.perplexities
         cards.append((f"{_value(old, '.3f')} → {_value(new, '.3f')}", f"perplexity on {found.text}"))
-        kl = report_tables.with_error(report.kl, report.kl_standard_error)
+        kl = with_error(report.kl, report.kl_standard_error)
         cards.append((kl, "KL from the original on it, nats per token"))
         cards.append((_value(report.top1, ".1%"), "of its tokens: same first choice"))
     else:

@@ -82,8 +82,3 @@ def rows(names: list[str], cells: list[list[str]], first_number: int) -> str:
 def value(number: float | None, form: str, missing: str = "n/a") -> str:
     """A number that may be missing."""
     return missing if number is None else format(number, form)
-
-
-def with_error(number: float | None, standard_error: float | None) -> str:
-    """A number with its standard error, where both are known."""
-    return value(number, ".4f") + ("" if standard_error is None else f" ± {standard_error:.4f}")

@@ -1,4 +1,4 @@
-"""Sizes and times for people."""
+"""Sizes, times and measured numbers for people."""
 
 
 def size_text(nbytes: int | float) -> str:
@@ -15,3 +15,9 @@ def duration_text(seconds: int | float) -> str:
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def with_error(number: float | None, standard_error: float | None, digits: int = 4) -> str:
+    """A number with its standard error, as far as they are known: `0.0092 ± 0.0011`."""
+    found = "n/a" if number is None else f"{number:.{digits}f}"
+    return found if standard_error is None else f"{found} ± {standard_error:.{digits}f}"
