@@ -51,7 +51,7 @@ def decode_cases(heads: int, kv_heads: int, d: int, before: int) -> dict[str, Ca
     """Each call has another cache."""
     nbytes, scaling, found = 2 * kv_heads * before * d * 2, d**-0.5, {"read": read_case()}
     q, k, v = (torch.randn(1, 1, n * d, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
-    turns = [torch.randn(1, 1, d, dtype=torch.bfloat16) for _ in range(2)]
+    cos_sin = [torch.randn(1, 1, d, dtype=torch.bfloat16) for _ in range(2)]
     rooms = [torch.randn(2, 1, kv_heads, before + 1, d, dtype=torch.bfloat16) for _ in range(copies(nbytes))]
     query = q.view(1, heads, 1, d)
 
@@ -59,7 +59,7 @@ def decode_cases(heads: int, kv_heads: int, d: int, before: int) -> dict[str, Ca
         return nn.functional.scaled_dot_product_attention(query, room[0], room[1], scale=scaling, enable_gqa=True)
 
     def run(room: torch.Tensor) -> torch.Tensor:
-        return torch.ops.ptq.decode_attention(q, k, v, *turns, *room, before, scaling)
+        return torch.ops.ptq.decode_attention(q, k, v, *cos_sin, *room, before, scaling)
 
     found["torch bfloat16"] = Case(pooled(torch_run, rooms), nbytes, peer=True)
     found["ptq bfloat16"] = Case(pooled(run, rooms), nbytes)
@@ -72,7 +72,7 @@ def decode_cases(heads: int, kv_heads: int, d: int, before: int) -> dict[str, Ca
 
     def packed_run(cache: list[torch.Tensor]) -> torch.Tensor:
         numbers = before, BITS, BITS, 1.0, *r3, scaling, None, None, None
-        return torch.ops.ptq.kv_decode_attention(q, k, v, *turns, *cache, *numbers)
+        return torch.ops.ptq.kv_decode_attention(q, k, v, *cos_sin, *cache, *numbers)
 
     packed = sum(side.nbytes for side in sides)
     caches = [[side.clone() for side in sides] for _ in range(copies(packed))]

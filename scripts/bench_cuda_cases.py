@@ -46,7 +46,7 @@ def cache(bits: int, length: int) -> dict[str, Tensor]:
 
 
 def _decoded() -> tuple[Tensor, ...]:
-    """Queries, keys and values of one token, and its turns."""
+    """Queries, keys and values of one token, and its cos and sin."""
     widths = (HEADS * GROUPS * HEAD_DIM, HEADS * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, HEAD_DIM)
     return tuple(torch.randn(1, 1, width, device="cuda", dtype=torch.bfloat16) for width in widths)
 

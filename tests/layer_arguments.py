@@ -8,7 +8,7 @@ from torch import Tensor
 from fp6 import layer_ops as minifloat_ops
 from fp6.minifloat import MinifloatFormat
 from ptq.ops import hadamard, kv_ops
-from ptq.ops.latent_ops import Turning
+from ptq.ops.latent_ops import RopeLayout
 from ptq.ops.moe_ops import Choosing, RouterWeights
 from ptq.weights import formats
 from ptq.weights.rounding import Rounded
@@ -25,7 +25,7 @@ GROUPS, N = 3, 7
 """Of a state space."""
 CHANNELS = WIDTH + 2 * GROUPS * N
 LOW, RANK, R = 64, 32, 8
-"""Of queries of low rank, of latent vectors, and of what is turned behind them."""
+"""Of queries of low rank, of latent vectors, and of what is rotated behind them."""
 ROWS = dict(q=WIDTH, k=KV_WIDTH, v=KV_WIDTH, o=HIDDEN, g=FEATURES, u=FEATURES, d=HIDDEN, c=2 * KEY_HEADS * DK + WIDTH,
             z=WIDTH, Q=2 * WIDTH, n=HEADS * (DK + R), l=RANK + R, r=LOW, s=WIDTH + CHANNELS + HEADS)  # fmt: skip
 """By role; c: what goes through the convolution of a delta net, z: its gate, Q: queries that have gates behind them; n:
@@ -78,21 +78,21 @@ def arguments(
     multiplier: float = 1.0,
     mlp: bool = True,
     fused: str = "",
-    turned: int = D,
+    rotary_dim: int = D,
     hidden: int = 0,
     tokens: int = 1,
     moe: bool = False,
     mixer: str = "qkv",
-    turning: int = 0,
+    rope_layout: int = 0,
     sinks: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """The op, and by name its arguments and those of a token, with seven tokens before.
 
     `norms`: before attention and MLP, of queries and keys (by heads or whole), behind both; `biases`: the first letters
     of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
-    those of the same input; `turned`: channels of each head; `hidden`: tokens that a mask hides, fewer in later rows;
+    those of the same input; `rotary_dim`: of each head; `hidden`: tokens that a mask hides, fewer in later rows;
     `tokens`: of each row; `moe`: whether there are experts in the place of an MLP; `mixer`: the roles of its first
-    input, and of one inside; `turning`: of latent attention; `sinks`: whether heads have them.
+    input, and of one inside; `rope_layout`: of latent attention; `sinks`: whether heads have them.
     """
     torch.manual_seed(0)
     draw, before, sites, roles = torch.randn, 7, *((SITES, f"{mixer}ogud") if mlp else (SITES[:2], f"{mixer}o"))
@@ -120,7 +120,7 @@ def arguments(
         held.extend((draw(batch, CHANNELS, KERNEL, dtype=dtype), draw(batch, HEADS, D, N)))
     elif is_latent:
         held.extend(draw(batch, 1, 12, size, dtype=dtype) for size in (RANK, R))
-        turned = R
+        rotary_dim = R
     elif cache == "plain":
         room = torch.zeros(2, batch, KV_HEADS, 12, D, dtype=dtype)
         room[:, :, :, :before] = states
@@ -136,9 +136,11 @@ def arguments(
     inputs = [[bits] * count, [0.9, 0.8, 0.7, 0.9, 0.8][:count], *transforms(sites, list(orders[:count]), signed)]
     outputs = transforms(sides, [n if back else 0 for n in sides], signed and back)
     table = (
-        dict(size=(1, tokens, R // 2)) if turning == Turning.COMPLEX else dict(size=(1, tokens, turned), dtype=dtype)
+        dict(size=(1, tokens, R // 2))
+        if rope_layout == RopeLayout.COMPLEX
+        else dict(size=(1, tokens, rotary_dim), dtype=dtype)
     )
-    turns = [draw(**table) for _ in range(2)]
+    cos_sin = [draw(**table) for _ in range(2)]
     r3 = hadamard.dense_factors(D, torch.device("cpu"))
     x = draw(batch, tokens, HIDDEN, dtype=dtype)
     seen = torch.arange(before + tokens) >= hidden - torch.arange(batch)[:, None]
@@ -151,9 +153,9 @@ def arguments(
     net = [x.to(dtype) for x in {"cz": net, "s": space}.get(mixer, [])]
     recurrent = net, 1e-5, GROUPS if mixer == "s" else 0
     latent = [draw(HEADS, RANK, DK, dtype=dtype), draw(HEADS, D, RANK, dtype=dtype) / RANK**0.5] if is_latent else []
-    special = D if mixer[0] == "Q" else 0, *recurrent, latent, turning, [draw(HEADS, dtype=dtype)] * sinks
+    special = D if mixer[0] == "Q" else 0, *recurrent, latent, rope_layout, [draw(HEADS, dtype=dtype)] * sinks
     fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *special, *found[1]]
-    token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
+    token = dict(zip(TOKEN, [x, *cos_sin, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
     names = (argument.name for argument in found[0]._schema.arguments)
     return found[0], token | dict(zip(names, fixed, strict=True))
 

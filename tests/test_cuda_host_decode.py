@@ -21,10 +21,10 @@ def padded(x: Tensor, spread: int) -> Tensor:
 
 
 def run_input(
-    library: ctypes.CDLL, given: list[Tensor], turns: tuple[Tensor, Tensor], cache: list[Tensor], d: int, order: int,
+    library: ctypes.CDLL, given: list[Tensor], cos_sin: tuple[Tensor, Tensor], cache: list[Tensor], d: int, order: int,
     start: int, bits: tuple[int, int], *, at_device: bool, spread: int, backwards: bool,
 ) -> Tensor:  # fmt: skip
-    """Queries, turned; keys and values of `given` are in the cache."""
+    """Queries, rotated; keys and values of `given` are in the cache."""
     library.test_kv_input.restype = ctypes.c_char_p
     q, k, _ = given
     batch, tokens = q.shape[:2]
@@ -32,20 +32,20 @@ def run_input(
     wide = [padded(x, spread) for x in given]
     out = torch.empty(batch, q.shape[2] // d, tokens, d, dtype=q.dtype)
     sizes = (ctypes.c_int * 14)(
-        batch, tokens, q.shape[2] // d, k.shape[2] // d, d, turns[0].shape[2], order, start, int(at_device), room,
-        *bits, spread, turns[0].shape[0],
+        batch, tokens, q.shape[2] // d, k.shape[2] // d, d, cos_sin[0].shape[2], order, start, int(at_device), room,
+        *bits, spread, cos_sin[0].shape[0],
     )  # fmt: skip
     check(
         library.test_kv_input(
-            int(backwards), ELEMENTS[q.dtype], (ctypes.c_void_p * 3)(*(x.data_ptr() for x in wide)), pointer(turns[0]),
-            pointer(turns[1]), pointer(out), (ctypes.c_void_p * 4)(*(x.data_ptr() for x in cache)),
-            ctypes.c_float(0.95), sizes,
+            int(backwards), ELEMENTS[q.dtype], (ctypes.c_void_p * 3)(*(x.data_ptr() for x in wide)),
+            pointer(cos_sin[0]), pointer(cos_sin[1]), pointer(out),
+            (ctypes.c_void_p * 4)(*(x.data_ptr() for x in cache)), ctypes.c_float(0.95), sizes,
         )
     )  # fmt: skip
     return out
 
 
-CASES = [  # batch, tokens, query heads, key heads, d, turned channels, order
+CASES = [  # batch, tokens, query heads, key heads, d, rotary_dim, order
     (1, 1, 3, 1, 64, 64, 64), (2, 3, 2, 2, 128, 128, 128), (1, 2, 2, 1, 256, 256, 256), (1, 1, 4, 2, 96, 96, 32),
     (2, 1, 2, 1, 20, 8, 4), (1, 1, 1, 1, 6, 6, 2), (1, 5, 1, 1, 192, 100, 64), (1, 1, 2, 1, 128, 96, 0),
 ]  # fmt: skip
@@ -56,18 +56,18 @@ CASES = [  # batch, tokens, query heads, key heads, d, turned channels, order
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_input(compiled, case: tuple[int, ...], dtype: torch.dtype, backwards: bool) -> None:
     library = compiled("kv_cache_host")
-    batch, tokens, q_heads, kv_heads, d, turned, order = case
+    batch, tokens, q_heads, kv_heads, d, rotary_dim, order = case
     q, k, v = (
         random(batch, tokens, h * d, dtype=dtype, seed=h + i) for i, h in enumerate((q_heads, kv_heads, kv_heads))
     )
-    turns = tuple(random(batch if backwards else 1, tokens, turned, dtype=dtype, seed=seed) for seed in (7, 8))
+    cos_sin = tuple(random(batch if backwards else 1, tokens, rotary_dim, dtype=dtype, seed=seed) for seed in (7, 8))
     heads = [x.unflatten(2, (-1, d)).transpose(1, 2) for x in (q, k, v)]
-    turned_heads = steps.rotary(heads[0], heads[1], *turns)
+    rotated_heads = steps.rotary(heads[0], heads[1], *cos_sin)
     factors, _ = hadamard.dense_factors(order or 1, q.device)
-    wanted_q, wanted_k = turned_heads
+    wanted_q, wanted_k = rotated_heads
     if order:
         assert not factors
-        wanted_q, wanted_k = (hadamard.reference(x.double(), None, factors, order, -1, False) for x in turned_heads)
+        wanted_q, wanted_k = (hadamard.reference(x.double(), None, factors, order, -1, False) for x in rotated_heads)
     for bits, start, at_device in (((0, 0), 3, False), ((4, 4), 255, True), ((3, 8), 0, False), ((0, 0), 0, True)):
         if bits[0]:
             cache = [y for b in bits for y in kv_ops.empty_chunks(2, batch, kv_heads, d, b, q.device)]
@@ -75,7 +75,17 @@ def test_input(compiled, case: tuple[int, ...], dtype: torch.dtype, backwards: b
             cache = [torch.full((batch, kv_heads, start + tokens + 1, d), 9.0, dtype=dtype) for _ in range(2)]
         before = [x.clone() for x in cache]
         out = run_input(
-            library, [q, k, v], turns, cache, d, order, start, bits, at_device=at_device, spread=5, backwards=backwards
+            library,
+            [q, k, v],
+            cos_sin,
+            cache,
+            d,
+            order,
+            start,
+            bits,
+            at_device=at_device,
+            spread=5,
+            backwards=backwards,
         )
         assert near(out, wanted_q) and (order or torch.equal(out, wanted_q))
         here = slice(start, start + tokens)
@@ -87,7 +97,9 @@ def test_input(compiled, case: tuple[int, ...], dtype: torch.dtype, backwards: b
             continue
         # Codes are those of what the keys became, which is what the plain cache holds.
         plain = [torch.empty(batch, kv_heads, tokens, d, dtype=dtype) for _ in range(2)]
-        run_input(library, [q, k, v], turns, plain, d, order, 0, (0, 0), at_device=False, spread=0, backwards=backwards)
+        run_input(
+            library, [q, k, v], cos_sin, plain, d, order, 0, (0, 0), at_device=False, spread=0, backwards=backwards
+        )
         for side in range(2):
             kv_ops.append(before[2 * side], before[2 * side + 1], plain[side], start, bits[side], 0.95, side == 1)
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(cache, before, strict=True))
@@ -103,7 +115,7 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 def test_tokens_without_room_are_dropped(compiled, backwards: bool) -> None:
     library = compiled("kv_cache_host")
     given = [random(1, 3, 32, seed=seed) for seed in range(3)]
-    turns = random(1, 3, 32, seed=3), random(1, 3, 32, seed=4)
+    cos_sin = random(1, 3, 32, seed=3), random(1, 3, 32, seed=4)
     for bits in ((0, 0), (4, 4)):
         cache = (
             [y for b in bits for y in kv_ops.empty_chunks(1, 1, 1, 32, b, given[0].device)]
@@ -111,7 +123,7 @@ def test_tokens_without_room_are_dropped(compiled, backwards: bool) -> None:
             else [torch.zeros(1, 1, 256, 32) for _ in range(2)]
         )
         for start in (254, 700, -2):
-            run_input(library, given, turns, cache, 32, 0, start, bits, at_device=True, spread=0, backwards=backwards)
+            run_input(library, given, cos_sin, cache, 32, 0, start, bits, at_device=True, spread=0, backwards=backwards)
         if bits[0]:
             seen = kv_ops.dequantize(cache[2], cache[3], 256, 32, 4, True)
         else:

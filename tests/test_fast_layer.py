@@ -143,9 +143,8 @@ def test_heads_are_turned_in_part_where_the_family_does_it(family: str) -> None:
     kind = fast_attention.kind_of(attention)
     assert kind is not None
     for d, wanted in ((20, True), (10, family == "glm4_moe"), (22, False)):
-        turns = torch.ones(1, 1, d), torch.ones(1, 1, d)
-        inputs = {"position_embeddings": turns, CACHE: cache}
-        found = fast_attention.cache_layers([(attention, kind)], torch.ones(1, 1, 72), **inputs)
+        cos_sin = torch.ones(1, 1, d), torch.ones(1, 1, d)
+        found = fast_attention.cache_layers([(attention, kind)], cos_sin, torch.ones(1, 1, 72), **{CACHE: cache})
         assert (found is not None) == wanted
 
 

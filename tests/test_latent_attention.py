@@ -19,12 +19,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 import ptq
 from fp6.plan import Fp6Recipe
 from ptq.fast import expansion, fast_decode, latent_attention
-from ptq.ops.latent_ops import Turning
+from ptq.ops.latent_ops import RopeLayout
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 
-TURNINGS = dict.fromkeys(LATENT_ATTENTION, Turning.PAIRS) | {
-    "minicpm3": Turning.HALVES, "deepseek_v2": Turning.COMPLEX, "kimi_linear": Turning.NONE,
+ROPE_LAYOUTS = dict.fromkeys(LATENT_ATTENTION, RopeLayout.PAIRS) | {
+    "minicpm3": RopeLayout.HALVES, "deepseek_v2": RopeLayout.COMPLEX, "kimi_linear": RopeLayout.NONE,
 }  # fmt: skip
 LEFT_ALONE = ("bailing_hybrid", "axk2", "deepseek_v32", "glm_moe_dsa")
 """Families that have a gate, or choose tokens."""
@@ -75,7 +75,7 @@ def logits(model: Any, batch: int = 1, tokens: int = 4, prompt: int = 5) -> list
 @pytest.mark.parametrize("family", LATENT_ATTENTION)
 def test_every_family(family: str) -> None:
     plain, fast = models(family)
-    kind = TURNINGS[family], family == "mistral4", getattr(plain.config, "rope_interleave", None)
+    kind = ROPE_LAYOUTS[family], family == "mistral4", getattr(plain.config, "rope_interleave", None)
     assert {latent_attention.kind_of(module) for module in attentions(plain)} == {kind}
     for batch in (1, 3):
         with Called() as called:
@@ -109,7 +109,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
 
     config = tiny_config("deepseek_v3")
     config._attn_implementation = "sdpa"
-    assert latent_attention.kind_of(DeepseekV3Attention(config, 0)) == (Turning.PAIRS, False, True)
+    assert latent_attention.kind_of(DeepseekV3Attention(config, 0)) == (RopeLayout.PAIRS, False, True)
     assert latent_attention.kind_of(Scaled(config, 0)) is None
     assert latent_attention.kind_of(nn.Linear(3, 3)) is None
 

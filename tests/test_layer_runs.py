@@ -180,9 +180,9 @@ def test_a_forward_that_the_class_gets_later(how: str, packed, monkeypatch: pyte
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
             cache = kwargs.get(CACHE) or DynamicCache()
             x, first = self.embed_tokens(input_ids), cache.get_seq_length()
-            turns = self.rotary_emb(x, torch.arange(first, first + x.shape[1])[None])
+            cos_sin = self.rotary_emb(x, torch.arange(first, first + x.shape[1])[None])
             for layer in self.layers:
-                x = 1.5 * layer(x, position_embeddings=turns, attention_mask=None, **{CACHE: cache})
+                x = 1.5 * layer(x, position_embeddings=cos_sin, attention_mask=None, **{CACHE: cache})
             return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: cache})
 
     if how == "class":

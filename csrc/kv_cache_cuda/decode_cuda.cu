@@ -66,11 +66,11 @@ struct Decoded {
         int i = 0;
         for (const Tensor* x : {&q, &k, &v}) p.given[i++] = {x->const_data_ptr(), x->stride(0), x->stride(1)};
         p.cos = cos.const_data_ptr(), p.sin = sin.const_data_ptr();
-        p.turn_stride = cos.size(0) == 1 ? 0 : cos.size(1) * cos.size(2);
+        p.angle_stride = cos.size(0) == 1 ? 0 : cos.size(1) * cos.size(2);
         p.queries = queries.mutable_data_ptr(), p.room = room;
         p.batch = static_cast<int>(q.size(0)), p.tokens = static_cast<int>(tokens());
         p.q_heads = static_cast<int>(queries.size(1)), p.kv_heads = static_cast<int>(kv_heads);
-        p.d = static_cast<int>(d), p.turned = static_cast<int>(cos.size(2)), p.order = static_cast<int>(order);
+        p.d = static_cast<int>(d), p.rotary_dim = static_cast<int>(cos.size(2)), p.order = static_cast<int>(order);
         p.start = static_cast<int>(start), p.start_at = start_at, p.room_tokens = static_cast<int>(room_tokens);
         cuda::check_launch(op, run_input(p, kind_of(q.scalar_type()), cuda::current_stream(q.get_device_index())));
     }

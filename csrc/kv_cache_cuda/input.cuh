@@ -39,14 +39,14 @@ struct PlainRoom {
 template <class Room>
 struct Input {
     Given given[3];         // queries, keys, values
-    const void *cos, *sin;  // [batch or 1, tokens, turned]
-    int64_t turn_stride;    // from a row of the batch to the next one, of cos and sin
+    const void *cos, *sin;  // [batch or 1, tokens, rotary_dim]
+    int64_t angle_stride;   // from a row of the batch to the next one, of cos and sin
     void* queries;          // [batch, q heads, tokens, d]
     Room room;
     int batch, tokens, q_heads, kv_heads, d;
-    int turned;   // channels of a head that are turned: the first ones
-    int order;    // of the transform, a power of two that divides d; 0 or 1: none
-    float scale;  // 1 / sqrt(order)
+    int rotary_dim;  // channels of a head that are rotated: the first ones
+    int order;       // of the transform, a power of two that divides d; 0 or 1: none
+    float scale;     // 1 / sqrt(order)
     int start, room_tokens;
     const int64_t* start_at;  // or null; there a graph reads `start` when it runs. Tokens that find no room are dropped
 
@@ -54,16 +54,16 @@ struct Input {
 };
 constexpr int input_warps = 4, most_input_channels = 256;
 
-// A token of a head, turned.
+// A token of a head, rotated.
 template <class T, int rounds>
-PTQ_DEVICE void load_turned(const T* from, const T* cos, const T* sin, int d, int turned, float (&x)[rounds][4]) {
-    const int half = turned / 2;
+PTQ_DEVICE void load_rotated(const T* from, const T* cos, const T* sin, int d, int rotary_dim, float (&x)[rounds][4]) {
+    const int half = rotary_dim / 2;
     PTQ_UNROLL
     for (int r = 0; r < rounds; r++) PTQ_UNROLL
     for (int j = 0; j < 4; j++) {
         const int c = 128 * r + 4 * lane() + j;
         x[r][j] = c < d ? widen(from[c]) : 0;
-        if (c >= turned) continue;
+        if (c >= rotary_dim) continue;
         const float other = c < half ? -widen(from[c + half]) : widen(from[c - half]);
         x[r][j] =
             rounded<T>(add(rounded<T>(multiply(x[r][j], widen(cos[c]))), rounded<T>(multiply(other, widen(sin[c])))));
@@ -121,8 +121,9 @@ void input_kernel(const Input<Room> p) {
     if (kind == 2) {
         load_row(from, p.d, x);
     } else {
-        const int64_t turns = row * p.turn_stride + static_cast<int64_t>(index) * p.turned;
-        load_turned(from, static_cast<const T*>(p.cos) + turns, static_cast<const T*>(p.sin) + turns, p.d, p.turned, x);
+        const int64_t angles = row * p.angle_stride + static_cast<int64_t>(index) * p.rotary_dim;
+        load_rotated(from, static_cast<const T*>(p.cos) + angles, static_cast<const T*>(p.sin) + angles, p.d,
+                     p.rotary_dim, x);
         if (p.order > 1) transform<T>(x, p.order, p.scale);
     }
     if (kind == 0) {

@@ -31,15 +31,15 @@ struct Shape {
 int64_t whole_room(const Tensor& x, int64_t b, int64_t room, int64_t d, ScalarType type) {
     STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == b && x.size(1) == 1 && x.size(2) == room && x.size(3) == d &&
                         x.scalar_type() == type,
-                    "latent_attention: expected latents [b, 1, room, rank] and turned [b, 1, room, r] in one dtype");
+                    "latent_attention: expected latents [b, 1, room, rank] and rope_keys [b, 1, room, r] in one dtype");
     const int64_t whole = b > 1 ? x.stride(0) / d : room;
     STD_TORCH_CHECK(x.stride(3) == 1 && x.stride(2) == d && (b == 1 || x.stride(0) == whole * d) && whole >= room,
                     "latent_attention: what is cached must be contiguous, or the last tokens of what is");
     return whole;
 }
 
-Shape shape_of(const Tensor& q, const Tensor& latent, const Tensor& rotary, const Tensor& latents, const Tensor& turned,
-               const Expansion& e) {
+Shape shape_of(const Tensor& q, const Tensor& latent, const Tensor& rotary, const Tensor& latents,
+               const Tensor& rope_keys, const Expansion& e) {
     STD_TORCH_CHECK(q.dim() == 3 && latent.dim() == 3 && rotary.dim() == 3 && e.keys.dim() == 3 && latents.dim() == 4,
                     "latent_attention: expected q [b, t, heads (dk + r)], latent [b, t, rank] and rotary [b, t, r]");
     const ScalarType type = q.scalar_type();
@@ -56,23 +56,23 @@ Shape shape_of(const Tensor& q, const Tensor& latent, const Tensor& rotary, cons
     STD_TORCH_CHECK(s.heads > 0 && s.rank > 0 && s.r > 0 && s.r % 2 == 0 && s.dk > 0 && s.dv > 0,
                     "latent_attention: expected heads, and an even number of channels that are turned");
     s.room = whole_room(latents, s.b, latents.size(2), s.rank, type);
-    s.more_room = whole_room(turned, s.b, latents.size(2), s.r, type);
+    s.more_room = whole_room(rope_keys, s.b, latents.size(2), s.r, type);
     return s;
 }
 
 // The rotary embedding of r numbers of one head of one token.
-struct Turn {
-    Turning how;
+struct Rope {
+    RopeLayout how;
     Number type;
     int64_t r;
     Tensor cos, sin;               // [b or 1, t, r], or of complex numbers [b or 1, t, r / 2] in float32
     int64_t batch = 0, bytes = 0;  // rows of a table between those of two sequences; bytes of a row
 
-    Turn(Turning turning, const Tensor& c, const Tensor& s, const Shape& shape, ScalarType x)
-        : how(turning), type(number_of(x)), r(shape.r), cos(c), sin(s) {
-        if (how == Turning::none) return;
-        const bool complex = how == Turning::complex;
-        STD_TORCH_CHECK(how == Turning::halves || how == Turning::pairs || complex,
+    Rope(RopeLayout rope_layout, const Tensor& c, const Tensor& s, const Shape& shape, ScalarType x)
+        : how(rope_layout), type(number_of(x)), r(shape.r), cos(c), sin(s) {
+        if (how == RopeLayout::none) return;
+        const bool complex = how == RopeLayout::complex;
+        STD_TORCH_CHECK(how == RopeLayout::halves || how == RopeLayout::pairs || complex,
                         "latent_attention: no such rotary embedding");
         STD_TORCH_CHECK(c.dim() == 3 && (c.size(0) == 1 || c.size(0) == shape.b),
                         "latent_attention: cos and sin must be [b or 1, t, *]");
@@ -87,15 +87,15 @@ struct Turn {
 
     void operator()(const char* x, int64_t b, int64_t token, char* y) const {
         const int64_t row = (b * batch + token) * bytes, size = type == Number::float32 ? 4 : 2;
-        if (how == Turning::none) {
+        if (how == RopeLayout::none) {
             std::memcpy(y, x, r * size);
             return;
         }
         const char *c = static_cast<const char*>(cos.const_data_ptr()) + row,
                    *s = static_cast<const char*>(sin.const_data_ptr()) + row;
-        if (how == Turning::complex) return as_complex(x, c, s, y);
+        if (how == RopeLayout::complex) return as_complex(x, c, s, y);
         std::vector<char> halves;
-        if (how == Turning::pairs) {
+        if (how == RopeLayout::pairs) {
             halves.resize(r * size);
             for (int64_t i = 0; i < r; i++)
                 std::memcpy(halves.data() + (i % 2 * (r / 2) + i / 2) * size, x + i * size, size);
@@ -141,20 +141,20 @@ void for_heads(const Shape& s, int64_t bytes, const From& from, const To& to) {
 }
 
 // The new tokens go to the cache.
-void append(const Shape& s, const Tensor& latent, const Tensor& rotary, const Turn& turn, const Tensor& latents,
-            const Tensor& turned, int64_t before) {
+void append(const Shape& s, const Tensor& latent, const Tensor& rotary, const Rope& rope, const Tensor& latents,
+            const Tensor& rope_keys, int64_t before) {
     const Tensor x = compact(latent), y = compact(rotary);
     for (int64_t i = 0; i < s.tokens(); i++) {
         const int64_t b = i / s.t, token = i % s.t;
         std::memcpy(bytes_in(latents) + (b * s.room + before + token) * s.rank * s.size,
                     bytes_of(x) + i * s.rank * s.size, s.rank * s.size);
-        turn(bytes_of(y) + i * s.r * s.size, b, token,
-             bytes_in(turned) + (b * s.more_room + before + token) * s.r * s.size);
+        rope(bytes_of(y) + i * s.r * s.size, b, token,
+             bytes_in(rope_keys) + (b * s.more_room + before + token) * s.r * s.size);
     }
 }
 
 // Queries for latent vectors and what is turned, [b, heads, t, rank + r].
-Tensor queries(const Shape& s, const Tensor& q, const Turn& turn, const Expansion& e) {
+Tensor queries(const Shape& s, const Tensor& q, const Rope& rope, const Expansion& e) {
     const Tensor x = compact(q), plain = fresh(Sizes{s.heads, s.tokens(), s.dk}, q.scalar_type());
     const int64_t d = s.dk + s.r, wide = s.rank + s.r;
     const auto given = [&](int64_t h, int64_t i) { return bytes_of(x) + (i * s.heads + h) * d * s.size; };
@@ -170,7 +170,7 @@ Tensor queries(const Shape& s, const Tensor& q, const Turn& turn, const Expansio
         [&](int64_t h, int64_t i) { return bytes_of(absorbed) + (h * s.tokens() + i) * s.rank * s.size; }, to);
     for (int64_t h = 0; h < s.heads; h++)
         for (int64_t i = 0; i < s.tokens(); i++)
-            turn(given(h, i) + s.dk * s.size, i / s.t, i % s.t, to(h, i) + s.rank * s.size);
+            rope(given(h, i) + s.dk * s.size, i / s.t, i % s.t, to(h, i) + s.rank * s.size);
     return out;
 }
 
@@ -190,10 +190,10 @@ Tensor values(const Shape& s, const Tensor& attended, const Expansion& e) {
 }
 
 Tensor op(const Tensor& q, const Tensor& latent, const Tensor& rotary, const Tensor& cos, const Tensor& sin,
-          const Tensor& latents, const Tensor& turned, int64_t before, const Tensor& keys, const Tensor& values,
-          int64_t turning, double scaling, const std::optional<Tensor>& mask) {
-    return attention(q, latent, rotary, cos, sin, latents, turned, before, {keys, values, Turning{turning}}, scaling,
-                     mask);
+          const Tensor& latents, const Tensor& rope_keys, int64_t before, const Tensor& keys, const Tensor& values,
+          int64_t rope_layout, double scaling, const std::optional<Tensor>& mask) {
+    return attention(q, latent, rotary, cos, sin, latents, rope_keys, before, {keys, values, RopeLayout{rope_layout}},
+                     scaling, mask);
 }
 
 }  // namespace
@@ -206,23 +206,23 @@ void check(const Expansion& e, int64_t query_rows, int64_t latent_rows) {
     STD_TORCH_CHECK(heads > 0 && r > 0 && r % 2 == 0 && query_rows == heads * (e.keys.size(2) + r),
                     "latent_attention: ", query_rows, " rows of queries and ", latent_rows,
                     " of latent vectors do not fit the matrices");
-    STD_TORCH_CHECK(e.turning >= Turning::halves && e.turning <= Turning::none,
+    STD_TORCH_CHECK(e.rope_layout >= RopeLayout::halves && e.rope_layout <= RopeLayout::none,
                     "latent_attention: no such rotary embedding");
 }
 
 Tensor attention(const Tensor& q, const Tensor& latent, const Tensor& rotary, const Tensor& cos, const Tensor& sin,
-                 const Tensor& latents, const Tensor& turned, int64_t before, const Expansion& expansion,
+                 const Tensor& latents, const Tensor& rope_keys, int64_t before, const Expansion& expansion,
                  double scaling, const std::optional<Tensor>& mask) {
-    const Shape s = shape_of(q, latent, rotary, latents, turned, expansion);
+    const Shape s = shape_of(q, latent, rotary, latents, rope_keys, expansion);
     STD_TORCH_CHECK(before >= 0 && before <= latents.size(2) - s.t, "latent_attention: ", s.t, " tokens behind ",
                     before, " in room for ", latents.size(2));
     check_mask("latent_attention", mask, s.b, s.t, before + s.t);
     const ScalarType type = q.scalar_type();
-    const Turn turn(expansion.turning, cos, sin, s, type);
+    const Rope rope(expansion.rope_layout, cos, sin, s, type);
     const Tensor attended = fresh(Sizes{s.b, s.t, s.heads, s.rank}, type);
     if (!attended.numel()) return fresh(Sizes{s.b, s.t, s.heads * s.dv}, type);
-    append(s, latent, rotary, turn, latents, turned, before);
-    const Tensor asked = queries(s, q, turn, expansion);
+    append(s, latent, rotary, rope, latents, rope_keys, before);
+    const Tensor asked = queries(s, q, rope, expansion);
     std::optional<Tensor> masks;
     if (mask) masks = compact(*mask);
     steps::attend({.type = number_of(type),
@@ -236,7 +236,7 @@ Tensor attention(const Tensor& q, const Tensor& latent, const Tensor& rotary, co
                    .d = s.rank,
                    .before = before,
                    .room = s.room,
-                   .more_keys = turned.const_data_ptr(),
+                   .more_keys = rope_keys.const_data_ptr(),
                    .more = s.r,
                    .more_room = s.more_room,
                    .scaling = static_cast<float>(scaling * std::numbers::log2e),

@@ -56,7 +56,7 @@ struct Constants {
     double recurrent_eps;
     int64_t norm_groups;  // of a state space
     Tensors latent;       // empty, or the matrices of latent attention
-    int64_t turning;
+    int64_t rope_layout;
     Tensors sinks;  // empty, or those of the heads of attention
 
     std::optional<Tensor> head_sinks() const {
@@ -73,7 +73,7 @@ struct Constants {
         if (latent.empty()) return std::nullopt;
         STD_TORCH_CHECK(latent.size() == 2 && recurrent.empty() && !gated,
                         "layer: expected two matrices of latent attention, and no other mixer");
-        const latent::Expansion made{latent[0], latent[1], latent::Turning{turning}};
+        const latent::Expansion made{latent[0], latent[1], latent::RopeLayout{rope_layout}};
         const bool low_rank = &roles() == &of_low_rank;
         latent::check(made, rows[low_rank ? 2 : 0], rows[1]);
         return made;

@@ -142,7 +142,7 @@ class Layer final : public Decoder {
                                  cache.before, *expansion_, scaling, cache.mask);
     }
 
-    bool is_turned(size_t site) const { return sites_.has(site) && outputs_.order(sites_.first(site)); }
+    bool is_transformed(size_t site) const { return sites_.has(site) && outputs_.order(sites_.first(site)); }
 
     // Kept for as long as tensors stay where they are; for one token, where something has to be copied.
     std::shared_ptr<const Prepared> prepared() {
@@ -174,7 +174,7 @@ class Layer final : public Decoder {
                 made.sites.emplace_back();
                 continue;
             }
-            const Tensors own = is_turned(site) ? Tensors() : experts::some(made.biases, first, last);
+            const Tensors own = is_transformed(site) ? Tensors() : experts::some(made.biases, first, last);
             made.sites.push_back(format_.prepare(first, last, sites_.width(site), own));
         }
         return made;
@@ -188,7 +188,7 @@ class Layer final : public Decoder {
         const Seen in = seen(x, {constants_.input_bits[place], constants_.clips[place], inputs_.factors(place),
                                  inputs_.order(place), inputs_.signs(place)});
         const ScalarType dtype = x.scalar_type();
-        if (!is_turned(site)) return sites_.by_role(prepared.sites[site](in, dtype), site);
+        if (!is_transformed(site)) return sites_.by_role(prepared.sites[site](in, dtype), site);
         Tensors products = prepared.sites[site](in, in.scale ? ScalarType::Float : dtype);
         const size_t first = sites_.first(site);
         for (size_t i = 0; i < products.size(); i++) {
@@ -261,13 +261,13 @@ Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const I
           const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
           const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
           const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, int64_t gated,
-          const Tensors& recurrent, double recurrent_eps, int64_t norm_groups, const Tensors& latent, int64_t turning,
-          const Tensors& sinks, Arguments... weights) {
+          const Tensors& recurrent, double recurrent_eps, int64_t norm_groups, const Tensors& latent,
+          int64_t rope_layout, const Tensors& sinks, Arguments... weights) {
     return Handles<Decoder>::keep(std::make_unique<Layer<Format>>(
-        Constants{gains,       eps,     offset,  round_first, biases, input_bits,   clips,
-                  su,          factors, counts,  orders,      sv,     back_factors, back_counts,
-                  back_orders, gelu,    rows,    moe,         gated,  recurrent,    recurrent_eps,
-                  norm_groups, latent,  turning, sinks},
+        Constants{gains,       eps,     offset,      round_first, biases, input_bits,   clips,
+                  su,          factors, counts,      orders,      sv,     back_factors, back_counts,
+                  back_orders, gelu,    rows,        moe,         gated,  recurrent,    recurrent_eps,
+                  norm_groups, latent,  rope_layout, sinks},
         Format{weights...}));
 }
 

@@ -40,18 +40,18 @@ int64_t size_of(Number type) {
     return type == Number::float32 ? 4 : 2;
 }
 
-// Heads of d channels, the first `turned` of them by the rotary embedding; the others stay as they are.
-struct Turn {
+// Heads of d channels, the first `rotary_dim` of them by the rotary embedding; the others stay as they are.
+struct Rope {
     Number type;
-    int64_t d, turned;
+    int64_t d, rotary_dim;
     bool wide = false;  // see `Rotary`
     decltype(Kernels::rotary) kernel = kernels().rotary;
 
     // One head of one token.
     void operator()(const char* x, const char* cos, const char* sin, char* y) const {
-        kernel({type, turned, wide}, x, cos, sin, y);
+        kernel({type, rotary_dim, wide}, x, cos, sin, y);
         const int64_t size = size_of(type);
-        std::memcpy(y + turned * size, x + turned * size, (d - turned) * size);
+        std::memcpy(y + rotary_dim * size, x + rotary_dim * size, (d - rotary_dim) * size);
     }
 };
 
@@ -92,8 +92,8 @@ Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, declty
     const auto* from = static_cast<const char*>(x.const_data_ptr());
     const auto *c = static_cast<const char*>(cos.const_data_ptr()), *s = static_cast<const char*>(sin.const_data_ptr());
     auto* to = static_cast<char*>(out.mutable_data_ptr());
-    const Turn turn{type, d, cos.size(2), table != type, kernel};
-    const int64_t strides[] = {x.stride(0), x.stride(1), x.stride(2)}, row = turn.turned * size_of(table);
+    const Rope rope{type, d, cos.size(2), table != type, kernel};
+    const int64_t strides[] = {x.stride(0), x.stride(1), x.stride(2)}, row = rope.rotary_dim * size_of(table);
     const int64_t tables = cos.size(0) == 1 ? 0 : tokens * row;  // from batch to batch
     // Some tokens of a head at a time: linears leave a token's heads side by side, attention wants a head's tokens so.
     const int64_t each = std::clamp(tokens, int64_t{1}, int64_t{8}), blocks = (tokens + each - 1) / each;
@@ -101,8 +101,8 @@ Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, declty
         for (int64_t i = first; i < last; i++) {
             const int64_t b = i / (blocks * heads), h = i % heads, begin = i / heads % blocks * each;
             for (int64_t t = begin; t < std::min(tokens, begin + each); t++) {
-                const int64_t at = b * strides[0] + h * strides[1] + t * strides[2], turns = b * tables + t * row;
-                turn(from + at * size, c + turns, s + turns, to + ((b * heads + h) * tokens + t) * d * size);
+                const int64_t at = b * strides[0] + h * strides[1] + t * strides[2], at_angle = b * tables + t * row;
+                rope(from + at * size, c + at_angle, s + at_angle, to + ((b * heads + h) * tokens + t) * d * size);
             }
         }
     });
@@ -233,26 +233,26 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     const auto* c_data = static_cast<const char*>(c.const_data_ptr());
     const auto* s_data = static_cast<const char*>(s.const_data_ptr());
     auto *to_k = static_cast<char*>(keys.mutable_data_ptr()), *to_v = static_cast<char*>(values.mutable_data_ptr());
-    std::vector<char> turned(b * t * heads * groups * d * size);
-    const Turn turn_head{type, d, cos.size(2)};
+    std::vector<char> rotated(b * t * heads * groups * d * size);
+    const Rope rope{type, d, cos.size(2)};
     for (int64_t i = 0; i < b; i++)
         for (int64_t j = 0; j < t; j++) {
-            const int64_t row = ((cos.size(0) == 1 ? 0 : i) * t + j) * turn_head.turned * size;
-            const auto turn = [&](const Rows& x, int64_t head, char* to) {
-                turn_head(x.data + i * x.batch + j * x.token + head * x.head, c_data + row, s_data + row, to);
+            const int64_t row = ((cos.size(0) == 1 ? 0 : i) * t + j) * rope.rotary_dim * size;
+            const auto rotate = [&](const Rows& x, int64_t head, char* to) {
+                rope(x.data + i * x.batch + j * x.token + head * x.head, c_data + row, s_data + row, to);
             };
             for (int64_t h = 0; h < heads * groups; h++)
-                turn(from_q, h, turned.data() + ((i * heads * groups + h) * t + j) * d * size);
+                rotate(from_q, h, rotated.data() + ((i * heads * groups + h) * t + j) * d * size);
             for (int64_t h = 0; h < heads; h++) {
                 const int64_t at = ((i * heads + h) * whole + before + j) * d * size;
-                turn(from_k, h, to_k + at);
+                rotate(from_k, h, to_k + at);
                 std::memcpy(to_v + at, from_v.data + i * from_v.batch + j * from_v.token + h * from_v.head, d * size);
             }
         }
     std::optional<Tensor> masks;
     if (mask) masks = compact(*mask);
     Attend p{.type = type,
-             .q = turned.data(),
+             .q = rotated.data(),
              .keys = to_k,
              .values = to_v,
              .out = out.mutable_data_ptr(),

@@ -176,11 +176,11 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor
                         q.numel() + k.numel() < int64_t{1} << 38,
                     op, ": too many tokens at once");
     p.batch = static_cast<int>(q.size(0)), p.tokens = static_cast<int>(q.size(2)), p.d = static_cast<int>(q.size(3));
-    p.turn_stride = c.size(0) == 1 ? 0 : c.size(1) * c.size(2);
-    p.aligned = p.d % (2 * turned_at_once) == 0 && cuda::is_aligned(p.cos) && cuda::is_aligned(p.sin);
+    p.angle_stride = c.size(0) == 1 ? 0 : c.size(1) * c.size(2);
+    p.aligned = p.d % (2 * rotated_at_once) == 0 && cuda::is_aligned(p.cos) && cuda::is_aligned(p.sin);
     for (const Side& x : p.side)
         p.aligned = p.aligned && cuda::is_aligned(x.x) && cuda::is_aligned(x.out) &&
-                    (x.batch_stride | x.head_stride | x.token_stride) % turned_at_once == 0;
+                    (x.batch_stride | x.head_stride | x.token_stride) % rotated_at_once == 0;
     with_type(op, q,
               [&]<class T>() { cuda::check_launch(op, run_rotary<T>(p, cuda::current_stream(q.get_device_index()))); });
     return {outs[0], outs[1]};

@@ -3,15 +3,14 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ptq.fast import decoding, fast_attention, latent_attention
+from ptq.fast import decoding
 from ptq.fast.found_layer import Layer, Recurrent
-from ptq.fast.mixer_states import states_of
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
@@ -35,18 +34,16 @@ def run(
     else. `multipliers`: m of each."""
     if any(layer.moe is not None and not layer.moe.may_run(x.dtype) for layer in layers):
         return None
-    attentions = [(layer.mixer, kind) for layer in layers if isinstance(kind := layer.kind, fast_attention.Kind)]
-    others = fast_attention.with_turns(attentions, x, others) if attentions else others
-    turns = _turns(layers, x, others)
-    states = None if turns is None else _states(layers, x, turns, others)
+    cos_sin = _cos_sin(layers, x, others.get("position_embeddings"))
+    states = None if cos_sin is None else _states(layers, x, cos_sin, others)
     scaling = None if states is None else _scaling(layers, others)
-    if turns is None or states is None or scaling is None:
+    if cos_sin is None or states is None or scaling is None:
         return None
     cache = _cache(layers, states, x)
     if cache is None:
         return None
     handles = [layer.handle for layer in layers]
-    y = DECODE(handles, x, *turns, *cache, scaling, multipliers, others.get("attention_mask"))
+    y = DECODE(handles, x, *cos_sin, *cache, scaling, multipliers, others.get("attention_mask"))
     for state in states:
         if not isinstance(state, tuple):
             state.advance(x.shape[1])
@@ -54,55 +51,44 @@ def run(
 
 
 def _states(
-    layers: Sequence[Layer], x: Float[Tensor, "b t k"], turns: tuple[Tensor, Tensor], others: dict[str, Any]
+    layers: Sequence[Layer], x: Float[Tensor, "b t k"], cos_sin: tuple[Tensor, Tensor], others: dict[str, Any]
 ) -> list[State] | None:
     """Where the tokens of x go, for each layer; None where this is something else than decoding."""
     states: dict[int, State] = {}
-    for kind in {type(layer.kind) for layer in layers}:
-        places = [i for i, layer in enumerate(layers) if type(layer.kind) is kind]
-        mixers, floats = [layers[i].mixer for i in places], [y for i in places for y in layers[i].floats]
-        if issubclass(kind, Recurrent):
-            found = states_of(mixers, x, floats, **others)
-        elif kind is latent_attention.Kind:
-            latents = [(layers[i].mixer, cast(latent_attention.Kind, layers[i].kind)) for i in places]
-            found = latent_attention.cache_layers(latents, turns, x, floats=floats, **others)
-        else:
-            attentions = [(layers[i].mixer, cast(fast_attention.Kind, layers[i].kind)) for i in places]
-            found = fast_attention.cache_layers(attentions, x, floats=floats, **others)
+    owners = [layer.owner for layer in layers]
+    for owner in set(owners):
+        places = [i for i, found in enumerate(owners) if found is owner]
+        mixers = [(layers[i].mixer, layers[i].kind) for i in places]
+        floats = [y for i in places for y in layers[i].floats]
+        found = owner.cache_layers(mixers, cos_sin, x, floats=floats, **others)
         if found is None:
             return None
-        states.update(zip(places, cast(list[State], found), strict=True))
-    owners = {id(state[0] if isinstance(state, tuple) else state) for state in states.values()}
-    if len(owners) < len(states):  # layers that are one see their own tokens
+        states.update(zip(places, found, strict=True))
+    distinct = {id(state[0] if isinstance(state, tuple) else state) for state in states.values()}
+    if len(distinct) < len(states):  # layers that are one see their own tokens
         return None
     return [states[i] for i in range(len(layers))]
 
 
-def _turns(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+def _cos_sin(layers: Sequence[Layer], x: Float[Tensor, "b t k"], given: Any) -> tuple[Tensor, Tensor] | None:
     """cos and sin as all layers take them that turn something; None where they take them in different ways."""
-    given = others.get("position_embeddings")
-    kinds = [layer.kind for layer in layers if not isinstance(layer.kind, Recurrent)]
-    if len({kind.turning if isinstance(kind, latent_attention.Kind) else kind.halved for kind in kinds}) > 1:
-        return None
+    kinds = {layer.kind: layer.mixer for layer in layers if not isinstance(layer.kind, Recurrent)}
     if not kinds:
         return x, x  # which nobody looks at
-    if isinstance(kinds[0], latent_attention.Kind):
-        return latent_attention.turns_of(kinds[0], given, x)
-    return kinds[0].turns(given) if isinstance(given, tuple) and given[0].dim() == 3 else None
+    if len({(type(kind), kind.rope) for kind in kinds}) > 1:
+        return None
+    found = [kind.cos_sin(mixer, given, x) for kind, mixer in kinds.items()]
+    return None if None in found else found[0]
 
 
 def _scaling(layers: Sequence[Layer], others: dict[str, Any]) -> list[float] | None:
     """What the scores of each layer's attention are multiplied with; None where that is not one number for all."""
-    found, factors = [], dict[int, float | None]()
-    for mixer, kind in ((layer.mixer, layer.kind) for layer in layers):
-        scaled = not isinstance(kind, Recurrent) and kind.scaled
-        if scaled and id(mixer.config) not in factors:
-            factors[id(mixer.config)] = decoding.query_factor(mixer.config, others.get("position_ids"))
-        factor = factors[id(mixer.config)] if scaled else 1.0
-        if factor is None:
-            return None
-        found.append(1.0 if isinstance(kind, Recurrent) else mixer.scaling * factor)
-    return found
+    attentions = [(layer.mixer, layer.kind) for layer in layers if not isinstance(layer.kind, Recurrent)]
+    found = decoding.scalings_of(attentions, others)
+    if found is None:
+        return None
+    numbers = iter(found)
+    return [1.0 if isinstance(layer.kind, Recurrent) else next(numbers) for layer in layers]
 
 
 def _cache(layers: Sequence[Layer], states: Sequence[State], x: Float[Tensor, "b t k"]) -> tuple[Any, ...] | None:
@@ -114,10 +100,7 @@ def _cache(layers: Sequence[Layer], states: Sequence[State], x: Float[Tensor, "b
         if isinstance(state, tuple):
             held, length = state, 0
         elif isinstance(state, GrowingLayer):
-            shape = batch, layer.heads[0], tokens, layer.heads[1]
-            is_latent = isinstance(layer.kind, latent_attention.Kind)
-            shapes = latent_attention.shapes_of(layer.mixer, batch, tokens) if is_latent else (shape, shape)
-            *held, length = state.reserve(*shapes, x)
+            *held, length = state.reserve(*decoding.shapes_of(layer.cached, x), x)
         elif state.decodes and state.key.batch == batch:
             held, length, numbers = state.room(tokens), state.length, state.numbers()
         else:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -106,10 +107,28 @@ def query_factor(config: Any, position_ids: Tensor | None) -> float | None:
     return 1 + beta * math.log(1 + first)
 
 
-def scaling_of(module: Any, kind: Any, others: dict[str, Any]) -> float | None:
-    """What the scores of attention of a kind are multiplied with; None where that is not one number for all."""
-    factor = query_factor(module.config, others.get("position_ids")) if kind.scaled else 1.0
-    return None if factor is None else module.scaling * factor
+def scalings_of(attentions: Sequence[tuple[Any, Any]], others: dict[str, Any]) -> list[float] | None:
+    """What the scores of each module, with its kind, are multiplied with; None where that is not one number for all of
+    its queries."""
+    found, factors = [], dict[int, float | None]()
+    for module, kind in attentions:
+        config = module.config
+        if kind.scaled and id(config) not in factors:
+            factors[id(config)] = query_factor(config, others.get("position_ids"))
+        factor = factors[id(config)] if kind.scaled else 1.0
+        if factor is None:
+            return None
+        found.append(module.scaling * factor)
+    return found
+
+
+def shapes_of(
+    cached: Sequence[tuple[int, int]], x: Float[Tensor, "b t k"]
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Those of what tokens add to the two tensors of a cache, each of so many heads and channels."""
+    batch, tokens = x.shape[:2]
+    key, value = ((batch, heads, tokens, channels) for heads, channels in cached)
+    return key, value
 
 
 def distant_positions(module: Any, tokens: int) -> dict[str, Tensor]:
@@ -125,7 +144,7 @@ def attention_name(config: Any) -> str | None:
 
 
 @functools.lru_cache(maxsize=32)
-def no_turns(
+def no_cos_sin(
     tokens: int, d: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Float[Tensor, "1 t d"], Float[Tensor, "1 t d"]]:
     """A cos and a sin that turn nothing."""

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast.mixer_states import CONV, matches, states_of
+from ptq.fast.mixer_states import cache_layers as cache_layers  # of `ptq.fast.found_layer.MIXERS`
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import forward_is_ours
 from ptq.layers.replaceable import has_hooks, is_plain

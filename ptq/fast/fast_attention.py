@@ -43,26 +43,37 @@ class Kind(NamedTuple):
     """Whether each head has one more score, without a value (`ptq::decode_attention`)."""
     scaled: bool = False
     """Whether queries behind many tokens are multiplied with a number (`ptq.fast.decoding.query_factor`)."""
-    unturned: bool = False
+    without_rope: bool = False
     """Whether it may be called without cos and sin, and turns nothing then."""
 
-    def takes(self, module: Any, given: int) -> bool:
-        """Whether it turns what so many numbers of cos and sin are for."""
-        turned = given * (1 + self.halved)
-        return turned == module.head_dim or (self.in_part and turned < module.head_dim)
+    def takes(self, module: Any, rotary_dim: int) -> bool:
+        """Whether it turns so many channels of a head."""
+        return rotary_dim == module.head_dim or (self.in_part and rotary_dim < module.head_dim)
 
-    def turns(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """cos and sin as the op takes them."""
-        cos, sin = position_embeddings
-        return (cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)) if self.halved else position_embeddings
+    @property
+    def rope(self) -> bool:
+        """What layers have in common that take the same cos and sin."""
+        return self.halved
+
+    def cos_sin(self, module: Any, given: Any, x: Float[Tensor, "b t k"]) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [b or 1, t, rotary_dim] as the op takes them, of what x is `given`; where that is nothing,
+        those that turn nothing. None for something else."""
+        if given is None and self.without_rope and x.shape[1] <= decoding.MOST_DECODED:
+            compiling = torch.compiler.is_compiling()
+            return None if compiling else decoding.no_cos_sin(x.shape[1], module.head_dim, x.dtype, x.device)
+        if not isinstance(given, tuple) or given[0].dim() != 3:
+            return None
+        return (given[0].repeat(1, 1, 2), given[1].repeat(1, 1, 2)) if self.halved else given
 
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
-    others = with_turns([(module, kind)], hidden_states, others)
-    layers = cache_layers([(module, kind)], hidden_states, **others)
-    scaling = None if layers is None else decoding.scaling_of(module, kind, others)
-    if layers is None or scaling is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
+    cos_sin = kind.cos_sin(module, others.get("position_embeddings"), hidden_states)
+    layers = cache_layers([(module, kind)], cos_sin, hidden_states, **others)
+    scaling = None if layers is None else decoding.scalings_of([(module, kind)], others)
+    if cos_sin is None or layers is None or scaling is None:
+        return None
+    if torch.is_grad_enabled() and wants_gradient(*module.parameters()):
         return None
     *first, output = linears_of(module)
     if len(first) == 1:
@@ -71,20 +82,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         q, k, v = products(first, hidden_states)
     if any(y.dtype != hidden_states.dtype for y in (q, k, v)) or wants_gradient(q, k, v):
         return None  # autocast, or somebody who listens, and has added to them
-    turns, mask = kind.turns(others["position_embeddings"]), others.get("attention_mask")
-    return output(attend(module, kind, q, k, v, turns, layers[0], scaling, mask))
-
-
-def with_turns(
-    attentions: Sequence[tuple[Any, Kind]], x: Float[Tensor, "b t k"], others: dict[str, Any]
-) -> dict[str, Any]:
-    """What attention is called with besides x; for decoded tokens with a cos and sin that turn nothing where there are
-    none, and all of the modules may be called so."""
-    given, widths = others.get("position_embeddings"), {module.head_dim for module, _ in attentions}
-    known = len(widths) == 1 and all(kind.unturned for _, kind in attentions) and not torch.compiler.is_compiling()
-    if given is not None or not known or not decoding.are_decoded(x.shape[1], others.get("attention_mask")):
-        return others
-    return others | {"position_embeddings": decoding.no_turns(x.shape[1], *widths, x.dtype, x.device)}
+    return output(attend(module, kind, q, k, v, cos_sin, layers[0], scaling[0], others.get("attention_mask")))
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -114,6 +112,13 @@ def kv_heads(module: Any) -> int:
     return module.config.num_key_value_heads
 
 
+def cached(module: Any) -> tuple[tuple[int, int], ...]:
+    """Heads, and channels of each, of keys and of values."""
+    *first, _ = linears_of(module)
+    rows = rows_of(module)[1] if len(first) == 1 else first[1].out_features
+    return ((rows // module.head_dim, module.head_dim),) * 2
+
+
 def is_gated(module: Any) -> bool:
     """Whether the linear of queries has twice their rows."""
     linear = module._modules.get(INPUTS[0])
@@ -122,8 +127,8 @@ def is_gated(module: Any) -> bool:
 
 def cache_layers(
     attentions: Sequence[tuple[Any, Kind]],
-    hidden_states: Float[Tensor, "b t k"],
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    cos_sin: tuple[Tensor, Tensor] | None,
+    x: Float[Tensor, "b t k"],
     attention_mask: Tensor | None = None,
     floats: Iterable[Tensor] = (),
     **others: Any,
@@ -132,26 +137,22 @@ def cache_layers(
     else than decoding, a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take).
     """
     cache = others.get(CACHE)
-    if position_embeddings is None or cache is None:
+    if cos_sin is None or cache is None or not len(x) or not decoding.are_decoded(x.shape[1], attention_mask):
         return None
-    batch, tokens = hidden_states.shape[:2]
-    if not batch or not decoding.are_decoded(tokens, attention_mask) or position_embeddings[0].dim() != 3:
-        return None
-    turned = position_embeddings[0].shape[2]
-    given = hidden_states, *position_embeddings, *floats
+    rotary_dim, given = cos_sin[0].shape[2], (x, *cos_sin, *floats)
     find = decoding.layer_on_cpu if cpu_ops_serve(*given) else decoding.layer_on_gpu if gpu_ops_serve(*given) else None
     if find is None:
         return None
     layers = []
     for module, kind in attentions:
-        if kind.scaled and not hidden_states.is_cpu:  # the positions would have to come from there
+        if kind.scaled and not x.is_cpu:  # the positions would have to come from there
             return None
-        if module.training or not kind.takes(module, turned) or (kind.sinks and not _sinks_serve(module, others)):
+        if module.training or not kind.takes(module, rotary_dim) or (kind.sinks and not _sinks_serve(module, others)):
             return None
-        layer, wanted = find(module, cache, hidden_states)
+        layer, wanted = find(module, cache, x)
         if layer is None or decoding.attention_name(module.config) != wanted:
             return None
-        if not decoding.fits(attention_mask, hidden_states, layer):
+        if not decoding.fits(attention_mask, x, layer):
             return None
         if torch.is_grad_enabled() and not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
             return None  # a learned prefix
@@ -172,30 +173,30 @@ def attend(
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
     v: Float[Tensor, "b t width"],
-    turns: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor],
     layer: CacheLayer,
     scaling: float,
     mask: Tensor | None = None,
 ) -> Float[Tensor, "b t attended"]:
-    """Attention of the products of decoded tokens, whose keys and values go to the cache. `turns`: cos and sin."""
+    """Attention of the products of decoded tokens, whose keys and values go to the cache."""
     d = module.head_dim
     if kind.gated:
         q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2, d)).unbind(3))
-        y = attend(module, kind._replace(gated=False), q, k, v, turns, layer, scaling, mask)
+        y = attend(module, kind._replace(gated=False), q, k, v, cos_sin, layer, scaling, mask)
         return torch.ops.ptq.sigmoid_mul(gate, y) if y.is_cpu else y * gate.sigmoid()
     if kind.normed:
         norms = (module._modules[name] for name in NORMS)
         q, k = (_normed(norm, y, d if kind.normed == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
     if isinstance(layer, GrowingLayer):
         sinks = module._parameters[SINKS] if kind.sinks else None
-        return layer.decode(q, k, v, turns, d, scaling, mask, sinks)
+        return layer.decode(q, k, v, cos_sin, d, scaling, mask, sinks)
     if isinstance(layer, StaticLayer):
         room, start = (layer.keys, layer.values), layer.cumulative_length
-        return torch.ops.ptq.decode_attention_at.default(q, k, v, *turns, *room, start, scaling, mask)
+        return torch.ops.ptq.decode_attention_at.default(q, k, v, *cos_sin, *room, start, scaling, mask)
     if layer.decodes and layer.key.batch == k.shape[0]:
-        return layer.decode(q, k, v, turns, scaling, mask)
+        return layer.decode(q, k, v, cos_sin, scaling, mask)
     q, k, v = (y.unflatten(2, (-1, d)).transpose(1, 2) for y in (q, k, v))
-    q, k = torch.ops.ptq.rotary.default(q, k, *turns)
+    q, k = torch.ops.ptq.rotary.default(q, k, *cos_sin)
     states, _ = layer.update(k, v)
     return forward(layer.owner.settings, module, q, states, states, mask, scaling=scaling)[0].flatten(2)
 
@@ -230,27 +231,28 @@ def _tried(module: Any) -> Kind | None:
     part = module.head_dim // 4 * 2
     if kind is None:
         return None
-    kind = kind._replace(unturned=not kind.halved and _matches(module, kind, 0))
+    without_rope = kind._replace(without_rope=True)
+    kind = without_rope if not kind.halved and _matches(module, without_rope, 0) else kind
     return kind._replace(in_part=part > 0 and _matches(module, kind, part))
 
 
-def _matches(module: Any, kind: Kind, turned: int) -> bool:
-    """Whether the steps give what the forward of a module gives. `turned`: channels of a head; 0: it is called without
-    cos and sin."""
+def _matches(module: Any, kind: Kind, rotary_dim: int) -> bool:
+    """Whether the steps give what the forward of a module gives. `rotary_dim` 0: called without cos, sin."""
     if bool(kind.normed) != all(name in module._modules for name in NORMS):
         return False
     generator = torch.Generator().manual_seed(0)
     alone = small_copy(module, generator)
-    return all(_gives_those_of(module, alone, kind, turned, tokens, generator) for tokens in (1, 3))
+    return all(_gives_those_of(module, alone, kind, rotary_dim, tokens, generator) for tokens in (1, 3))
 
 
-def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: int, generator: torch.Generator) -> bool:
+def _gives_those_of(
+    module: Any, alone: Any, kind: Kind, rotary_dim: int, tokens: int, generator: torch.Generator
+) -> bool:
     """Whether the steps give what the forward of a module gives for so many tokens. `alone`: a small copy."""
-    rows, d = rows_of(module), module.head_dim
-    before = [torch.randn(2, rows[1] // d, 5, d, generator=generator) for _ in range(2)]
-    widths = HIDDEN, *(turned // (1 + kind.halved),) * 2
+    before = [torch.randn(2, h, 5, d, generator=generator) for h, d in cached(module)]
+    widths = HIDDEN, *(rotary_dim // (1 + kind.halved),) * 2
     x, cos, sin = (torch.randn(2, tokens, width, generator=generator) for width in widths)
-    turns = kind.turns((cos, sin)) if turned else decoding.no_turns(tokens, d, x.dtype, x.device)
+    angles = (cos, sin) if rotary_dim else None
     mask = mask_of(tokens, 5)
     numbers = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     results = []
@@ -258,19 +260,18 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
         cache = DynamicCache()
         cache.update(before[0].clone(), before[1].clone(), 0)
         given = numbers if kind.sinks else mask  # transformers has no other attention with sinks than one that adds it
-        inputs = {"position_embeddings": (cos, sin) if turned else None, "attention_mask": given, CACHE: cache}
+        inputs = {"position_embeddings": angles, "attention_mask": given, CACHE: cache}
         inputs |= decoding.distant_positions(alone, tokens)
         try:
             if own:
                 results.append(type(module).forward(alone, hidden_states=x, **inputs)[0])
             else:
-                layer = growing_layer(cache, 0)
-                assert layer is not None
+                layer, cos_sin = growing_layer(cache, 0), kind.cos_sin(alone, angles, x)
+                scaling = decoding.scalings_of([(alone, kind)], inputs)
+                assert layer is not None and cos_sin is not None and scaling is not None
                 *first, output = linears_of(alone)
-                q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows, -1)
-                scaling = decoding.scaling_of(alone, kind, inputs)
-                assert scaling is not None
-                results.append(output(attend(alone, kind, q, k, v, turns, layer, scaling, mask)))
+                q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows_of(module), -1)
+                results.append(output(attend(alone, kind, q, k, v, cos_sin, layer, scaling[0], mask)))
         except TRIAL_ERRORS:
             return False
         layer = cast(DynamicLayer, cache.layers[0])

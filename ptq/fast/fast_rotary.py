@@ -42,7 +42,7 @@ class Pairs(NamedTuple):
             cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1) for x in (cos, sin))
         return (cos.float(), sin.float()) if self.wide else (cos, sin)
 
-    def turns(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """What such a function gives."""
         return steps.rotary_pairs(q, k, *self.tables(cos, sin))
 
@@ -54,20 +54,20 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     own = inner.__globals__.get(ROTARY) if inner is not None and ROTARY in inner.__code__.co_names else None
     if not isinstance(own, types.FunctionType) or len(_required(own)) != 4:
         return None
-    if _turns_alike(own, 16, steps.rotary):
-        fast, in_part = _of_halves, _turns_alike(own, 10, steps.rotary)
+    if _rotates_alike(own, 16, steps.rotary):
+        fast, in_part = _of_halves, _rotates_alike(own, 10, steps.rotary)
     else:
         kinds = [Pairs(*kind) for kind in itertools.product((False, True), repeat=2)]
-        pairs = next((kind for kind in kinds if _turns_alike(own, 16, kind.turns, kind.wide)), None)
+        pairs = next((kind for kind in kinds if _rotates_alike(own, 16, kind.rotate, kind.wide)), None)
         if pairs is None:
             return None
-        fast, in_part = functools.partial(_of_pairs, pairs), _turns_alike(own, 10, pairs.turns, pairs.wide)
+        fast, in_part = functools.partial(_of_pairs, pairs), _rotates_alike(own, 10, pairs.rotate, pairs.wide)
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and q.dim() == k.dim() == 4 and _are_theirs(q, k, cos):
             served = cos.shape[2] == q.shape[3] or (in_part and cos.shape[2] < q.shape[3] and q.is_cpu)
-            if served and (turned := fast(q, k, cos, sin)) is not None:
-                return turned
+            if served and (rotated := fast(q, k, cos, sin)) is not None:
+                return rotated
         return own(q, k, cos, sin, *args, **kwargs)
 
     return with_globals(forward, {ROTARY: rotary})
@@ -95,15 +95,15 @@ def _required(own: types.FunctionType) -> list[str]:
 
 
 @trial()
-def _turns_alike(own: types.FunctionType, turned: int, turns: Callable[..., Any], wide: bool = False) -> bool:
+def _rotates_alike(own: types.FunctionType, rotary_dim: int, rotate: Callable[..., Any], wide: bool = False) -> bool:
     generator = torch.Generator().manual_seed(0)
     same = [(dtype, dtype) for dtype in FEW_DTYPES]
     for dtype, table in [*same, (torch.bfloat16, torch.float32)] if wide else same:
-        shapes = ((2, 4, 3, 16), (2, 2, 3, 16), (2, 3, turned), (2, 3, turned))
+        shapes = ((2, 4, 3, 16), (2, 2, 3, 16), (2, 3, rotary_dim), (2, 3, rotary_dim))
         q, k, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
         given = q.to(dtype), k.to(dtype), cos.to(table), sin.to(table)
         try:
-            found, wanted = own(*given), turns(*given)
+            found, wanted = own(*given), rotate(*given)
         except TRIAL_ERRORS:
             return False  # it turns whole heads, or wants other tables, such as one angle for two channels
         if len(found) != 2 or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):

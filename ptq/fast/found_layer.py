@@ -9,7 +9,7 @@ It needs a format that has such an op, linears that treat their input alike, a m
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import ne
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
 NO_NORM = rms_norm.Kind(1.0, 0.0, False)
 MIXERS: tuple[Any, ...] = (fast_attention, latent_attention, delta_net, state_space)
-"""Modules with `kind_of` and `sites_of`, those of attention with `inner_norms`, the others with `parts_of`."""
+"""Modules with `Kind`, `kind_of`, `sites_of` and `cache_layers`; those of attention with `inner_norms` and `cached`,
+the others with `parts_of`."""
 Recurrent = delta_net.Kind | state_space.Kind
 Parts = delta_net.Net | state_space.Space
 Kind = fast_attention.Kind | latent_attention.Kind | Recurrent
@@ -53,8 +54,8 @@ class Layer:
     kind: Kind
     expansion: HeldExpansion | None
     """The matrix of latent attention."""
-    heads: tuple[int, int]
-    """Number and size of the heads of keys and values of attention."""
+    cached: tuple[tuple[int, int], ...]
+    """Heads, and channels of each, of what attention adds to a cache."""
     floats: tuple[Tensor, ...]
     """Gains and biases."""
     vectors: tuple[Tensor, ...]
@@ -66,6 +67,11 @@ class Layer:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", tuple(map(version, self.signs)))
+
+    @property
+    def owner(self) -> Any:
+        """Which of `MIXERS` knows the mixer."""
+        return next(module for module in MIXERS if type(self.kind) is module.Kind)
 
     def is_over(self) -> bool:
         """Whether sign vectors have been written to, or experts, the matrix of latent attention or dtypes have changed,
@@ -130,10 +136,10 @@ def _layer(
     signs = tuple(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
-    d = cast(int, mixer.head_dim) if isinstance(kind, fast_attention.Kind) else 1
     return Layer(
         handle=handle, has_mlp=mlp is not None or moe is not None, moe=moe, mixer=mixer, kind=kind,
-        expansion=expansion, heads=(rows[1] // d, d), floats=floats, vectors=vectors, signs=signs,
+        expansion=expansion, cached=() if recurrent else owner.cached(mixer), floats=floats, vectors=vectors,
+        signs=signs,
     )  # fmt: skip
 
 
@@ -145,13 +151,13 @@ def _known(mixer: nn.Module) -> tuple[Any, Kind | None]:
 def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None, recurrent: Parts | None) -> dict[str, Any] | None:
     """The fields of mixers of one kind alone; None where a part of that is of another kind now."""
     fields: dict[str, Any] = dict(
-        gated=0, recurrent=[], recurrent_eps=0.0, norm_groups=0, latent=[], turning=0, sinks=[]
+        gated=0, recurrent=[], recurrent_eps=0.0, norm_groups=0, latent=[], rope_layout=0, sinks=[]
     )
     if isinstance(kind, fast_attention.Kind):
         sinks = [mixer._parameters[fast_attention.SINKS]] if kind.sinks else []
         return fields | dict(gated=mixer.head_dim if kind.gated else 0, sinks=sinks)
     if isinstance(kind, latent_attention.Kind):
-        return None if expansion is None else fields | dict(latent=[*expansion.numbers], turning=kind.turning)
+        return None if expansion is None else fields | dict(latent=[*expansion.numbers], rope_layout=kind.rope_layout)
     if recurrent is None:
         return None
     groups = kind.groups if isinstance(kind, state_space.Kind) else 0

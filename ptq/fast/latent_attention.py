@@ -25,7 +25,7 @@ from ptq.kv.attention import CACHE
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.layers.replaceable import must_be_called
 from ptq.layers.shared_input import products
-from ptq.ops.latent_ops import Turning
+from ptq.ops.latent_ops import RopeLayout
 from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
 
@@ -43,11 +43,25 @@ SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 class Kind(NamedTuple):
     """What a module does."""
 
-    turning: Turning
+    rope_layout: RopeLayout
     scaled: bool = False
     """As of `ptq.fast.fast_attention.Kind`."""
     interleaved: bool | None = None
     """`rope_interleave` of the config that it was found for, which modules ask every time."""
+
+    @property
+    def rope(self) -> RopeLayout:
+        """What layers have in common that take the same cos and sin."""
+        return self.rope_layout
+
+    def cos_sin(self, module: Any, given: Any, x: Float[Tensor, "b t k"]) -> tuple[Tensor, Tensor] | None:
+        """cos and sin, as the op takes them, of what decoded tokens x are `given`; None for something else."""
+        if self.rope_layout is RopeLayout.NONE:
+            return x, x
+        if self.rope_layout is RopeLayout.COMPLEX:
+            is_complex = isinstance(given, Tensor) and given.dtype == torch.complex64 and given.is_cpu
+            return (given.real.contiguous(), given.imag.contiguous()) if is_complex else None
+        return given if isinstance(given, tuple) else None
 
 
 def forward(module: nn.Module, kind: Kind, *args: Any, **kwargs: Any) -> Any:
@@ -63,10 +77,10 @@ def forward(module: nn.Module, kind: Kind, *args: Any, **kwargs: Any) -> Any:
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
-    x, turns = hidden_states, turns_of(kind, others.get("position_embeddings"), hidden_states)
-    layers = cache_layers([(module, kind)], turns, x, **others)
-    scaling = None if layers is None else decoding.scaling_of(module, kind, others)
-    if layers is None or turns is None or scaling is None or must_be_called(module._modules[EXPANSION]):
+    x, cos_sin = hidden_states, kind.cos_sin(module, others.get("position_embeddings"), hidden_states)
+    layers = cache_layers([(module, kind)], cos_sin, x, **others)
+    scaling = None if layers is None else decoding.scalings_of([(module, kind)], others)
+    if layers is None or cos_sin is None or scaling is None or must_be_called(module._modules[EXPANSION]):
         return None
     matrix = expansion.kept_matrix(module, x.dtype)
     if matrix is None:
@@ -81,32 +95,21 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         return None
     latent, rotary = latent.split((module.kv_lora_rank, module.qk_rope_head_dim), -1)
     latent, layer = parts[NORMS[1]](latent), layers[0]
-    *room, before = layer.reserve(*shapes_of(module, *x.shape[:2]), x)
-    numbers = *matrix.numbers, kind.turning, scaling, others.get("attention_mask")
-    y = torch.ops.ptq.latent_attention.default(queries, latent, rotary, *turns, *room, before, *numbers)
+    *room, before = layer.reserve(*decoding.shapes_of(cached(module), x), x)
+    numbers = *matrix.numbers, kind.rope_layout, scaling[0], others.get("attention_mask")
+    y = torch.ops.ptq.latent_attention.default(queries, latent, rotary, *cos_sin, *room, before, *numbers)
     layer.advance(x.shape[1])
     return parts[OUTPUT](y)
 
 
-def shapes_of(module: Any, batch: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those of what so many tokens add to the cache."""
-    return (batch, 1, tokens, module.kv_lora_rank), (batch, 1, tokens, module.qk_rope_head_dim)
-
-
-def turns_of(kind: Kind, position_embeddings: Any, x: Float[Tensor, "b t k"]) -> tuple[Tensor, Tensor] | None:
-    """cos and sin as the op takes them; None for what is something else."""
-    if kind.turning is Turning.NONE:
-        return x, x
-    if kind.turning is Turning.COMPLEX:
-        angles = position_embeddings
-        is_complex = isinstance(angles, Tensor) and angles.dtype == torch.complex64 and angles.is_cpu
-        return (angles.real.contiguous(), angles.imag.contiguous()) if is_complex else None
-    return position_embeddings if isinstance(position_embeddings, tuple) else None
+def cached(module: Any) -> tuple[tuple[int, int], ...]:
+    """Heads, and channels of each, of latent vectors and of what is rotated behind them."""
+    return (1, module.kv_lora_rank), (1, module.qk_rope_head_dim)
 
 
 def cache_layers(
     attentions: Sequence[tuple[Any, Kind]],
-    turns: tuple[Tensor, Tensor] | None,
+    cos_sin: tuple[Tensor, Tensor] | None,
     x: Float[Tensor, "b t k"],
     attention_mask: Tensor | None = None,
     floats: Iterable[Tensor] = (),
@@ -115,9 +118,9 @@ def cache_layers(
     """The layers of the cache that decoded tokens go to, one for each module; None where this is something else than
     decoding, a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
     cache, tokens = others.get(CACHE), x.shape[1]
-    if turns is None or cache is None or not x.numel() or not decoding.are_decoded(tokens, attention_mask):
+    if cos_sin is None or cache is None or not x.numel() or not decoding.are_decoded(tokens, attention_mask):
         return None
-    if not cpu_ops_serve(x, *floats) or not all(y.dim() == 3 and y.is_cpu and not wants_gradient(y) for y in turns):
+    if not cpu_ops_serve(x, *floats) or not all(y.dim() == 3 and y.is_cpu and not wants_gradient(y) for y in cos_sin):
         return None
     found = []
     for module, kind in attentions:
@@ -170,7 +173,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 @tried_once
 def _tried(module: Any) -> Kind | None:
     more = decoding.scaled_by(module.config) is not None, getattr(module.config, INTERLEAVED, None)
-    kinds = (Kind(turning, *more) for turning in Turning)
+    kinds = (Kind(rope_layout, *more) for rope_layout in RopeLayout)
     return next((kind for kind in kinds if _matches(module, kind)), None)
 
 
@@ -182,11 +185,11 @@ def _matches(module: Any, kind: Kind) -> bool:
 
 def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator: torch.Generator) -> bool:
     """Whether the steps give what the forward of a module gives for so many tokens. `alone`: a small copy."""
-    before = [torch.randn(shape, generator=generator) for shape in shapes_of(module, 2, 5)]
+    before = [torch.randn(2, h, 5, d, generator=generator) for h, d in cached(module)]
     x, angles = (torch.randn(2, tokens, n, generator=generator) for n in (HIDDEN, module.qk_rope_head_dim // 2))
-    turns = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
-    given = torch.polar(torch.ones_like(angles), angles) if kind.turning is Turning.COMPLEX else turns
-    given = None if kind.turning is Turning.NONE else given
+    cos_sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+    given = torch.polar(torch.ones_like(angles), angles) if kind.rope_layout is RopeLayout.COMPLEX else cos_sin
+    given = None if kind.rope_layout is RopeLayout.NONE else given
     mask = mask_of(tokens, 5)
     results = []
     for own in (True, False):

@@ -20,6 +20,13 @@ GIVEN = ("position_embeddings", "position_ids", "use_cache")
 CONV = "conv1d"
 
 
+def cache_layers(
+    mixers: Sequence[tuple[Any, Any]], cos_sin: object, x: Float[Tensor, "b t k"], **others: Any
+) -> list[tuple[Tensor, Tensor]] | None:
+    """`states_of` the modules of mixers, as `ptq.fast.found_layer` asks for it."""
+    return states_of([module for module, _ in mixers], x, **others)
+
+
 def states_of(
     modules: Sequence[Any],
     x: Float[Tensor, "b t k"],

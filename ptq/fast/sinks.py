@@ -81,17 +81,17 @@ def serves(model: nn.Module) -> bool:
 @tried_once
 def _tried(module: Any) -> bool:
     try:
-        return any(_matches(module, turned) for turned in (module.head_dim, module.head_dim // 2))
+        return any(_matches(module, rotary_dim) for rotary_dim in (module.head_dim, module.head_dim // 2))
     except TRIAL_ERRORS:
         return False
 
 
-def _matches(module: Any, turned: int) -> bool:
-    """Of a prompt and of a token behind it, with a mask and without. `turned`: numbers of cos and sin."""
+def _matches(module: Any, rotary_dim: int) -> bool:
+    """Of a prompt and of a token behind it, with a mask and without. `rotary_dim`: numbers of cos and sin."""
     generator = torch.Generator().manual_seed(0)
     alone = fast_attention.small_copy(module, generator)
     for tokens, masked in ((5, False), (5, True), (1, False)):
-        x, cos, sin = (torch.randn(2, tokens, n, generator=generator) for n in (HIDDEN, turned, turned))
+        x, cos, sin = (torch.randn(2, tokens, n, generator=generator) for n in (HIDDEN, rotary_dim, rotary_dim))
         before = torch.randn(2, 2, fast_attention.kv_heads(module), 5 - tokens, module.head_dim, generator=generator)
         seen = torch.ones(1, 1, tokens, 5, dtype=torch.bool).tril(5 - tokens)
         seen[..., 1] &= not masked or tokens == 1

@@ -52,17 +52,17 @@ class GrowingLayer(DynamicLayer):
         q: Float[Tensor, "b t q_width"],
         k: Float[Tensor, "b t width"],
         v: Float[Tensor, "b t width"],
-        turns: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         d: int,
         scaling: float,
         mask: Bool[Tensor, "_ 1 t length"] | None,
         sinks: Float[Tensor, " q_heads"] | None = None,
     ) -> Float[Tensor, "b t q_width"]:
-        """Attention of t more tokens, before rotary embedding, whose keys and values are appended. `turns`: cos and
-        sin; `d`: channels of a head."""
+        """Attention of t more tokens, before rotary embedding, whose keys and values are appended. `d`:
+        channels of a head."""
         shape = k.shape[0], k.shape[2] // d, k.shape[1], d
         keys, values, before = self.reserve(shape, shape, k)
-        y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, scaling, mask, sinks)
+        y = torch.ops.ptq.decode_attention.default(q, k, v, *cos_sin, keys, values, before, scaling, mask, sinks)
         self.advance(k.shape[1])
         return y
 

@@ -129,16 +129,16 @@ class PackedLayer(CacheLayerMixin):
         q: Float[Tensor, "b t q_width"],
         k: Tensor,
         v: Tensor,
-        turns: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         scaling: float,
         mask: Bool[Tensor, "_ 1 t length"] | None,
     ) -> Float[Tensor, "b t q_width"]:
         """Attention of t more tokens, before rotary embedding, whose keys and values are appended. For a layer that
-        `decodes`. `turns`: cos and sin."""
+        `decodes`."""
         room, (bits, *others) = self.room(q.shape[1]), self.numbers()
         sinks = room[4:] or (None, None, None)
         op = torch.ops.ptq.kv_decode_attention.default
-        y = op(q, k, v, *turns, *room[:4], self.length, *bits, *others, scaling, *sinks, mask)
+        y = op(q, k, v, *cos_sin, *room[:4], self.length, *bits, *others, scaling, *sinks, mask)
         self.advance(q.shape[1])
         return y
 

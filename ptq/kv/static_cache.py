@@ -62,7 +62,7 @@ class StaticPackedLayer(PackedLayer):
         q: Float[Tensor, "b t q_width"],
         k: Tensor,
         v: Tensor,
-        turns: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         scaling: float,
         mask: Bool[Tensor, "_ 1 t length"] | None,
     ) -> Float[Tensor, "b t q_width"]:
@@ -70,7 +70,7 @@ class StaticPackedLayer(PackedLayer):
         if mask is None:  # one query token, which sees itself and all before it
             mask = (torch.arange(self.length, device=self.device) <= start).view(1, 1, 1, -1)
         op = torch.ops.ptq.kv_decode_attention_at.default
-        return op(q, k, v, *turns, *self.key.tensors, *self.value.tensors, start, *bits, *others, scaling, mask)
+        return op(q, k, v, *cos_sin, *self.key.tensors, *self.value.tensors, start, *bits, *others, scaling, mask)
 
     @property
     def decodes(self) -> bool:

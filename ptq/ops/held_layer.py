@@ -11,7 +11,7 @@ SCHEMA = (
     "Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, float[] clips, "
     "Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, int[] back_counts, "
     "int[] back_orders, bool gelu, int[] rows, Tensor[] moe, int gated, Tensor[] recurrent, float "
-    "recurrent_eps, int norm_groups, Tensor[] latent, int turning, Tensor[] sinks"
+    "recurrent_eps, int norm_groups, Tensor[] latent, int rope_layout, Tensor[] sinks"
 )
 DECODE_SCHEMA = (
     "(Tensor[] layers, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int[] before, int[] cache_bits, "
@@ -61,7 +61,7 @@ class HeldLayer(NamedTuple):
     recurrent_eps: float
     norm_groups: int
     latent: list[Tensor]
-    turning: int
+    rope_layout: int
     sinks: list[Tensor]
 
     def mixer(self) -> str:

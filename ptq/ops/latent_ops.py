@@ -9,10 +9,10 @@ so the matrix can meet the query and the result instead: all heads attend to the
 
 `ptq::latent_attention`: q [b, t, heads (dk + r)] are queries, of each head dk numbers and then r for the rotary
 embedding; `latent` [b, t, rank] (behind its norm) and `rotary` [b, t, r] are what t new tokens have, and go to the
-caches `latents` [b, 1, room, rank] and, turned, `turned` [b, 1, room, r] behind the first `before` tokens. `keys`
+caches `latents` [b, 1, room, rank] and, rotated, `rope_keys` [b, 1, room, r] behind the first `before` tokens. `keys`
 [heads, rank, dk] is the matrix W_kᵀ of each head, `values` [heads, dv, rank] is W_v. The result is [b, t, heads dv].
 Queries and what is attended are rounded to q's dtype between the products; sums are float32. `mask` is as in
-`ptq.ops.steps`. `turning` is one of `Turning`.
+`ptq.ops.steps`. `rope_layout` is one of `RopeLayout`.
 """
 
 from enum import IntEnum
@@ -25,7 +25,7 @@ from ptq.ops import steps
 from ptq.ops.op_declarations import reference_of
 
 
-class Turning(IntEnum):
+class RopeLayout(IntEnum):
     """How the rotary embedding pairs numbers."""
 
     HALVES = 0
@@ -40,9 +40,9 @@ class Turning(IntEnum):
 
 @reference_of(
     "latent_attention",
-    "(Tensor q, Tensor latent, Tensor rotary, Tensor cos, Tensor sin, Tensor(a!) latents, Tensor(b!) turned, "
-    "int before, Tensor keys, Tensor values, int turning, float scaling, Tensor? mask=None) -> Tensor",
-    lambda q, latent, rotary, cos, sin, latents, turned, before, keys, values, *rest: q.new_empty(
+    "(Tensor q, Tensor latent, Tensor rotary, Tensor cos, Tensor sin, Tensor(a!) latents, Tensor(b!) rope_keys, "
+    "int before, Tensor keys, Tensor values, int rope_layout, float scaling, Tensor? mask=None) -> Tensor",
+    lambda q, latent, rotary, cos, sin, latents, rope_keys, before, keys, values, *rest: q.new_empty(
         *q.shape[:2], values.shape[0] * values.shape[1]
     ),
 )
@@ -53,11 +53,11 @@ def latent_attention(
     cos: Float[Tensor, "_ t _"],
     sin: Float[Tensor, "_ t _"],
     latents: Float[Tensor, "b 1 room rank"],
-    turned: Float[Tensor, "b 1 room r"],
+    rope_keys: Float[Tensor, "b 1 room r"],
     before: int,
     keys: Float[Tensor, "heads rank dk"],
     values: Float[Tensor, "heads dv rank"],
-    turning: int,
+    rope_layout: int,
     scaling: float,
     mask: Bool[Tensor, "_ 1 t length"] | None = None,
 ) -> Float[Tensor, "b t width"]:
@@ -65,25 +65,25 @@ def latent_attention(
     (heads, _, dk), (b, t), dtype = keys.shape, q.shape[:2], q.dtype
     after = before + t
     query, rotated = q.view(b, t, heads, -1).transpose(1, 2).split((dk, rotary.shape[2]), -1)
-    turns = Turning(turning), cos, sin
+    rope = RopeLayout(rope_layout), cos, sin
     latents[:, 0, before:after] = latent
-    turned[:, :, before:after] = _with_rope(rotary[:, None], *turns)
+    rope_keys[:, :, before:after] = _with_rope(rotary[:, None], *rope)
     absorbed = torch.einsum("bhtd,hrd->bhtr", query.float(), keys.float()).to(dtype)
-    asked, seen = torch.cat((absorbed, _with_rope(rotated, *turns)), -1), latents[:, :, :after]
+    asked, seen = torch.cat((absorbed, _with_rope(rotated, *rope)), -1), latents[:, :, :after]
     if mask is None:
         mask = torch.ones(1, 1, t, after, dtype=torch.bool, device=q.device).tril(before)
-    known = torch.cat((seen, turned[:, :, :after]), -1)
+    known = torch.cat((seen, rope_keys[:, :, :after]), -1)
     attended = steps.attended(asked, known, seen, scaling, mask).view(b, t, heads, -1).float()
     return torch.einsum("bthr,hdr->bthd", attended, values.float()).to(dtype).flatten(2)
 
 
 def _with_rope(
-    x: Float[Tensor, "b h t r"], turning: Turning, cos: Float[Tensor, "_ t _"], sin: Float[Tensor, "_ t _"]
+    x: Float[Tensor, "b h t r"], rope_layout: RopeLayout, cos: Float[Tensor, "_ t _"], sin: Float[Tensor, "_ t _"]
 ) -> Float[Tensor, "b h t r"]:
-    if turning is Turning.NONE:
+    if rope_layout is RopeLayout.NONE:
         return x
-    if turning is not Turning.COMPLEX:
-        x = x if turning is Turning.HALVES else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    if rope_layout is not RopeLayout.COMPLEX:
+        x = x if rope_layout is RopeLayout.HALVES else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return steps.rotary(x, x, cos, sin)[0]
     re, im = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]

@@ -11,7 +11,7 @@ In the place of attention, a layer may have a gated delta net (`ptq::delta_net_s
 through its convolution and the gate of its norm are the two products of the first input, and the state is the `cache`.
 Or a state space (`ptq::mamba2_step`), for which the first input has one product. Or it has latent attention
 (`ptq.ops.latent_ops`): the products are queries, or what queries of low rank are made of, and latent vectors with what
-is turned behind them; the cache is `latents` and `turned`.
+is rotated behind them; the cache is `latents` and `rope_keys`.
 
 Where `rows` end with that of o, and inputs are two, `moe` stands for a router and experts in the place of that MLP
 (`ptq.ops.moe_ops`); where it is empty, the op ends in front of the second part.
@@ -30,8 +30,8 @@ Lists:
 - `recurrent` is empty, or what a delta net has besides: conv, conv_bias (of no elements: none), a, b, a_log, dt_bias,
   gain; or what a state space has: conv, conv_bias, a_log, D, dt_bias, gain. With `recurrent_eps`, and the `norm_groups`
   of a state space (of a delta net: 0).
-- `latent` is empty, or the two matrices of latent attention, with `turning`. Its norms are those of queries (there with
-  low rank alone) and of keys.
+- `latent` is empty, or the two matrices of latent attention, with `rope_layout`. Its norms are those of queries (of low
+  rank) and of keys.
 - `sinks` are empty, or those of the heads of attention over a plain cache, as one tensor.
 - Inputs are four: that of q, k and v; of o; of gate and up; of down; with low rank, its own is the second of five.
   Each goes through a Hadamard transform of its order (0: none) behind the signs `su` (empty, or one vector for each),

@@ -163,19 +163,19 @@ def _mixed(held: HeldLayer, x: Float[Tensor, "b t k"], products: Sequence[Tensor
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, token: Token, sinks: Tensor | None = None) -> Tensor:
-    turns, cache = (token.cos, token.sin), token.cache
+    cos_sin, cache = (token.cos, token.sin), token.cache
     if len(cache) == 2:
-        return torch.ops.ptq.decode_attention(q, k, v, *turns, *cache, token.before, token.scaling, token.mask, sinks)
+        return torch.ops.ptq.decode_attention(q, k, v, *cos_sin, *cache, token.before, token.scaling, token.mask, sinks)
     if sinks is not None:
         raise RuntimeError("decode_layers: a packed cache does not go with sinks of heads")
     numbers = token.before, *token.cache_bits, token.cache_clip, token.cache_factors, token.cache_order, token.scaling
     kept = cache[4:] or (None, None, None)
-    return torch.ops.ptq.kv_decode_attention(q, k, v, *turns, *cache[:4], *numbers, *kept, token.mask)
+    return torch.ops.ptq.kv_decode_attention(q, k, v, *cos_sin, *cache[:4], *numbers, *kept, token.mask)
 
 
 def _attended_to_latents(held: HeldLayer, products: Sequence[Tensor], token: Token) -> Tensor:
     q, latent = products
     latent, rotary = latent.tensor_split((held.latent[0].shape[1],), -1)
-    turns, numbers = (token.cos, token.sin), (held.turning, token.scaling, token.mask)
-    given = q, _norm(held, K_NORM, latent), rotary, *turns, *token.cache, token.before, *held.latent
+    cos_sin, numbers = (token.cos, token.sin), (held.rope_layout, token.scaling, token.mask)
+    given = q, _norm(held, K_NORM, latent), rotary, *cos_sin, *token.cache, token.before, *held.latent
     return torch.ops.ptq.latent_attention(*given, *numbers)

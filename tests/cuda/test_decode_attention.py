@@ -20,11 +20,11 @@ def test_kernels_override_the_reference(op: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ptq::{op}", "CUDA")
 
 
-def rows(batch: int, t: int, heads: tuple[int, int], d: int, turned: int, dtype: torch.dtype) -> list[Tensor]:
+def rows(batch: int, t: int, heads: tuple[int, int], d: int, rotary_dim: int, dtype: torch.dtype) -> list[Tensor]:
     """q, k and v as slices of merged rows, cos and sin."""
     widths = heads[0] * d, heads[1] * d, heads[1] * d
     merged = random(batch, t, sum(widths), seed=1).to(dtype)
-    return [*merged.split(widths, -1), *(random(1, t, turned, seed=seed).to(dtype) for seed in (2, 3))]
+    return [*merged.split(widths, -1), *(random(1, t, rotary_dim, seed=seed).to(dtype) for seed in (2, 3))]
 
 
 def on_gpu(tensors: list[Tensor]) -> list[Tensor]:
@@ -38,7 +38,7 @@ def mask_of(batch: int, t: int, before: int, length: int) -> Tensor:
     return seen[None, None] & padding[:, None, None]
 
 
-CASES = [  # batch, heads of keys, groups, tokens, head_dim, turned channels, tokens before, room
+CASES = [  # batch, heads of keys, groups, tokens, head_dim, rotary_dim, tokens before, room
     (1, 8, 4, 1, 128, 128, 4000, 4352), (2, 2, 3, 1, 64, 64, 255, 300), (1, 1, 4, 3, 96, 48, 600, 768),
     (3, 1, 7, 5, 256, 256, 40, 64), (1, 2, 1, 1, 8, 8, 0, 256), (2, 4, 2, 16, 80, 80, 17, 512),
 ]  # fmt: skip
@@ -47,8 +47,8 @@ CASES = [  # batch, heads of keys, groups, tokens, head_dim, turned channels, to
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plain_keys_and_values(case: tuple[int, ...], dtype: torch.dtype) -> None:
-    batch, heads, groups, t, d, turned, before, room = case
-    given = rows(batch, t, (heads * groups, heads), d, turned, dtype)
+    batch, heads, groups, t, d, rotary_dim, before, room = case
+    given = rows(batch, t, (heads * groups, heads), d, rotary_dim, dtype)
     held = [random(batch, heads, room, d, seed=seed).to(dtype) for seed in (4, 5)]
     mask, scaling, after = mask_of(batch, t, before, room), d**-0.5, before + t
     mine = [x.to(GPU) for x in held]
@@ -68,8 +68,8 @@ def test_plain_keys_and_values(case: tuple[int, ...], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("bits", [(4, 4), (3, 8), (2, 2)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed_keys_and_values(case: tuple[int, ...], bits: tuple[int, int], dtype: torch.dtype) -> None:
-    batch, heads, groups, t, d, turned, before, _ = case
-    given, order = rows(batch, t, (heads * groups, heads), d, turned, dtype), d & -d
+    batch, heads, groups, t, d, rotary_dim, before, _ = case
+    given, order = rows(batch, t, (heads * groups, heads), d, rotary_dim, dtype), d & -d
     length = before + t
     room = [numbers(batch, heads, -(-length // 256) * 256, d, seed=seed) for seed in (4, 5)]
     sides = [*filled(room[0], bits[0], False), *filled(room[1], bits[1], True)]

@@ -106,7 +106,7 @@ extern "C" int test_attend_shared(int parts, int d, int k_bits, int v_bits) {
 
 // q, k and v of type 0, 2 or 3, [batch, tokens, heads * d + spread], to queries [batch, q heads, tokens, d] and into
 // the cache: keys and values [batch, kv heads, room, d], or, with bits, their codes and scales. sizes: batch, tokens, q
-// heads, kv heads, d, turned channels, order, start, whether that is read on the device, room, bits of keys and of
+// heads, kv heads, d, rotary_dim, order, start, whether that is read on the device, room, bits of keys and of
 // values (0: none), spread, rows of cos and sin.
 extern "C" const char* test_kv_input(int backwards, int type, const void* const* given, const void* cos,
                                      const void* sin, void* queries, void* const* cache, float clip, const int* sizes) {
@@ -115,16 +115,16 @@ extern "C" const char* test_kv_input(int backwards, int type, const void* const*
     const int heads[3] = {sizes[2], sizes[3], sizes[3]}, all = batch * heads[1], width = type ? 2 : 4;
     std::vector<Buffer> x, held;
     for (int i = 0; i < 3; i++) x.emplace_back(given[i], int64_t{batch} * tokens * (heads[i] * d + spread) * width);
-    const int64_t turns = int64_t{sizes[13]} * tokens * sizes[5] * width, start = sizes[7];
-    Buffer c(cos, turns), s(sin, turns), at(&start, 8), out(nullptr, int64_t{batch} * tokens * heads[0] * d * width);
+    const int64_t angles = int64_t{sizes[13]} * tokens * sizes[5] * width, start = sizes[7];
+    Buffer c(cos, angles), s(sin, angles), at(&start, 8), out(nullptr, int64_t{batch} * tokens * heads[0] * d * width);
     const auto fill = [&]<class Room>(Room to) {
         Input<Room> p{};
         for (int i = 0; i < 3; i++)
             p.given[i] = {x[i].data(), int64_t{tokens} * (heads[i] * d + spread), heads[i] * d + spread};
-        p.cos = c.data(), p.sin = s.data(), p.turn_stride = sizes[13] > 1 ? int64_t{tokens} * sizes[5] : 0;
+        p.cos = c.data(), p.sin = s.data(), p.angle_stride = sizes[13] > 1 ? int64_t{tokens} * sizes[5] : 0;
         p.queries = out.data(), p.room = to;
         p.batch = batch, p.tokens = tokens, p.q_heads = heads[0], p.kv_heads = heads[1], p.d = d;
-        p.turned = sizes[5], p.order = sizes[6], p.room_tokens = room;
+        p.rotary_dim = sizes[5], p.order = sizes[6], p.room_tokens = room;
         p.start = sizes[8] ? 0 : sizes[7], p.start_at = sizes[8] ? static_cast<const int64_t*>(at.data()) : nullptr;
         return run_input(p, number_of(type), nullptr);
     };

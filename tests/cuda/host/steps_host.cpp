@@ -103,7 +103,7 @@ extern "C" const char* test_rotary(int backwards, int type, const void* q, const
                    tokens,
                    d,
                    rows == 1 ? 0 : int64_t{tokens} * d,
-                   !misalign && d % (2 * turned_at_once) == 0 && (q_stride | k_stride) % turned_at_once == 0};
+                   !misalign && d % (2 * rotated_at_once) == 0 && (q_stride | k_stride) % rotated_at_once == 0};
     const char* error = with_type(type, [&]<class T>() { return run_rotary<T>(p, nullptr); });
     qo.give(q_out);
     ko.give(k_out);
