@@ -212,6 +212,11 @@ class IntegerFormat(LaidOut):
         codes, scales = self.unpack(parts, n, k)
         return ggml.integer_blocks(codes, scales["scale"], self.bits, self.group_size)
 
+    def check_values(self, parts: Parts) -> None:
+        if "zero" in parts and self.bits < 8 and bool((parts["zero"] >> self.bits).any()):
+            raise InputError(f"{self.name}: a zero-point is above {2**self.bits - 1}; the file is damaged")
+        integer_scales.check_multiples(parts["scale"])
+
     def unprepack(self, parts: Parts) -> Parts:
         if "shape" not in parts:
             return parts

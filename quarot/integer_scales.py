@@ -103,6 +103,14 @@ def decode(scale: UInt8[Tensor, "n _"]) -> tuple[Float32[Tensor, "n 1"], Float32
     return step, scale[:, 1:].contiguous().view(torch.int8).float()
 
 
+def check_multiples(scale: Int16[Tensor, "n *_"] | UInt8[Tensor, "n *_"]) -> None:
+    """Raise InputError where scales, stored or of a layout, have a multiple that kernels have no room for."""
+    if scale.dtype == torch.uint8 and scale.numel():
+        largest = int(scale[:, 1:].view(torch.int8).short().abs().max())
+        if largest > MOST:
+            raise InputError(f"a scale is {largest} times its row's step, {MOST} at most; the file is damaged")
+
+
 def numbers(scale: Stored) -> Float32[Tensor, "n _g"]:
     """Scales as numbers."""
     if scale.dtype == torch.int16:

@@ -9,7 +9,7 @@ from ptq.errors import InputError
 from ptq.kv.kv_cache import CacheQuantization, check_bits, check_clip, check_sinks, key_rotation
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
-from ptq.ops.activations import Activation
+from ptq.ops.activations import LEAST_CLIP, Activation
 from ptq.planning.finetuning import finetuned
 from ptq.planning.outline import Tensors, chosen, input_name, outline
 from ptq.planning.plan import LinearPlan, Plan, check_groups
@@ -75,8 +75,8 @@ class QuarotRecipe(Recipe):
                 f"--activation-bits must be 4, 6 or 8, or 16 to leave activations alone; found {self.activation_bits}"
             )
         clip = self.activation_clip
-        if clip not in (None, SEARCH) and not (isinstance(clip, float) and 0 < clip <= 1):
-            raise InputError(f"--activation-clip must be above 0 and at most 1, or {SEARCH}; found {clip!r}")
+        if clip not in (None, SEARCH) and not (isinstance(clip, float) and LEAST_CLIP <= clip <= 1):
+            raise InputError(f"--activation-clip must be {LEAST_CLIP:g} to 1, or {SEARCH}; found {clip!r}")
         check_bits(self.key_bits, "--key-bits")
         check_bits(self.value_bits, "--value-bits")
         check_clip(1.0 if self.cache_clip is None else self.cache_clip, "--kv-clip")

@@ -23,7 +23,7 @@ import functools
 import itertools
 
 import torch
-from jaxtyping import Int8
+from jaxtyping import Int8, Num, UInt8
 from torch import Tensor
 
 from ptq.ops.op_declarations import lasting
@@ -49,6 +49,14 @@ def table() -> Int8[Tensor, "256 8"]:
     odd = chosen.sum(1) // 4 % 2 == 1
     chosen[odd, 7] *= -1
     return chosen.to(torch.int8)
+
+
+def points(entry: UInt8[Tensor, "*v"], signs: UInt8[Tensor, "*v"], table: Num[Tensor, "256 8"]) -> Num[Tensor, "*v 8"]:
+    """P(a, m) of codes a and m, in the dtype of the table T0."""
+    minus = signs[..., None] >> torch.arange(8, dtype=torch.uint8, device=signs.device) & 1
+    p = minus.sum(-1, keepdim=True, dtype=torch.uint8) & 1
+    minus[..., :1] ^= p
+    return table[entry.long()] * (1 - 2 * minus.to(torch.int8)) + (1 - 2 * p.to(torch.int8))
 
 
 @functools.cache

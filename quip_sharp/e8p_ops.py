@@ -21,7 +21,7 @@ from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 
 from ptq.ops.op_declarations import reference_of
-from quip_sharp.e8p import MULTIPLIERS, residual_table, table
+from quip_sharp.e8p import MULTIPLIERS, points, residual_table, table
 
 CHUNK = 2048
 """Vectors that the reference searches at a time."""
@@ -93,10 +93,10 @@ def decode(
 ) -> Float32[Tensor, "n k"]:
     """scale * P."""
     (first, *second), tables = MULTIPLIERS[bits], tables.to(codes.device)
-    points = _e8p_points(codes, tables[0].float()) * first
+    found = _e8p_points(codes, tables[0].float()) * first
     if second:
-        points += _second_points(codes >> 16 & 0xFFFF, tables[1].float(), bits) * second[0]
-    return (points * scale).flatten(1)
+        found += _second_points(codes >> 16 & 0xFFFF, tables[1].float(), bits) * second[0]
+    return (found * scale).flatten(1)
 
 
 def _codes(
@@ -158,10 +158,7 @@ def _e8p_code(
 
 def _e8p_points(codes: Int32[Tensor, "*v"], table: Float[Tensor, "256 8"]) -> Float[Tensor, "*v 8"]:
     """P(a, m)."""
-    m, place = codes[..., None] & 0xFF, torch.arange(8, device=codes.device)
-    p = (m >> place & 1).sum(-1, keepdim=True) & 1
-    signs = 1 - 2 * ((m ^ p) >> place & 1)
-    return table[(codes >> 8 & 0xFF).long()] * signs + (1 - 2 * p)
+    return points((codes >> 8 & 0xFF).to(torch.uint8), (codes & 0xFF).to(torch.uint8), table)
 
 
 def _plain_search(y: Float[Tensor, "v 8"], table: Float[Tensor, "256 8"]) -> tuple[Tensor, Int32[Tensor, " v"]]:

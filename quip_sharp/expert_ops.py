@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ptq.layers.packed_weight import loaded_signs
-from ptq.ops.expert_ops import INSIDE, ROWS, declare_all_experts, gated, of_experts
+from ptq.ops.expert_ops import INSIDE, ROWS, declare_all_experts, gated, of_experts, summed
 from ptq.ops.input_steps import treated
 from ptq.ops.op_declarations import like_first, reference_of
 from quip_sharp import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
@@ -30,7 +30,7 @@ def experts(
     factors, order, width_factors, width_order, biases, clamped,
 ):  # fmt: skip
     """The op step by step."""
-    total, row, count = torch.zeros_like(x), 0, len(counts)
+    count = len(counts)
 
     def linear(into: tuple[Tensor, ...], place: int, n: int, back: list[Tensor], back_order: int) -> Tensor:
         weight = tiles[place], scale[place], None, n, bits
@@ -41,16 +41,13 @@ def experts(
         y = torch.ops.ptq.hadamard(y.float(), sv[place], back, back_order, -1, True)
         return (y + biases[place] if biases else y).to(x.dtype)
 
-    for expert, rows in enumerate(counts):
-        here = tokens[row : row + rows]
-        into = treated(x[here], su[0], factors, order, input_bits, clip)
-        gate, up = (linear(into, place, width, width_factors, width_order) for place in (expert, count + expert))
-        into = treated(gated(gate, up, clamped), su[1 + expert], width_factors, width_order, down_bits, down_clip)
-        y = linear(into, 2 * count + expert, x.shape[1], factors, order)
-        for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
-            total[token] += (each.float() * share).to(x.dtype)
-        row += rows
-    return total
+    def expert(number: int, here: Tensor) -> Tensor:
+        into = treated(here, su[0], factors, order, input_bits, clip)
+        gate, up = (linear(into, place, width, width_factors, width_order) for place in (number, count + number))
+        into = treated(gated(gate, up, clamped), su[1 + number], width_factors, width_order, down_bits, down_clip)
+        return linear(into, 2 * count + number, x.shape[1], factors, order)
+
+    return summed(x, tokens, counts, shares, expert)
 
 
 def _of_chosen(x, chosen, rows, tiles, scale, su, sv, *rest):

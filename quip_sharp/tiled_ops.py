@@ -102,19 +102,13 @@ def unprepack(
 def points(codes: UInt8[Tensor, "bits n c"], k: int | torch.SymInt) -> Int8[Tensor, "n k"]:
     """The integer points P that codes stand for."""
     first, *second = e8p.MULTIPLIERS[codes.shape[0]]
-    found = _e8p_points(codes[0], codes[1]) * first
+    table = e8p.table().to(codes.device)
+    found = e8p.points(codes[0], codes[1], table) * first
     if codes.shape[0] == 3:
         found += e8p.residual_table().to(codes.device)[codes[2].long()] * second[0]
     if codes.shape[0] == 4:
-        found += _e8p_points(codes[2], codes[3]) * second[0]
+        found += e8p.points(codes[2], codes[3], table) * second[0]
     return found.flatten(1)[:, :k]
-
-
-def _e8p_points(entry: UInt8[Tensor, "n c"], signs: UInt8[Tensor, "n c"]) -> Int8[Tensor, "n c 8"]:
-    bit = (signs[..., None] >> torch.arange(8, dtype=torch.uint8, device=signs.device)) & 1
-    p = bit.sum(2, keepdim=True, dtype=torch.uint8) & 1
-    bit[..., :1] ^= p
-    return e8p.table().to(entry.device)[entry.long()] * (1 - 2 * bit.to(torch.int8)) + (1 - 2 * p.to(torch.int8))
 
 
 Unpack = Callable[[Tensor, int, int, Any], Tensor]

@@ -113,7 +113,7 @@ def test_every_level_is_the_reference_to_the_bit(k: int, dtype: torch.dtype, set
         for t in (1, 2, 19):
             x = random(t, k, dtype=dtype, seed=t)
             x[-1, k // 2] = torch.nan if t > 2 else 0
-            for bits, clip in ((8, 0.9), (4, 1.0), (2, 0.5), (6, 1e-9)):
+            for bits, clip in ((8, 0.9), (4, 1.0), (2, 0.5), (6, 1e-5)):
                 wanted = activations.reference(x, bits, clip)
                 assert same(torch.ops.ptq.quantize_tokens(x, bits, clip), wanted), (name, t, bits)
                 signs = None if bits == 8 else random(k, seed=t)  # any numbers: fine-tuning moves them

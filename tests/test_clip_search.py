@@ -258,7 +258,7 @@ def test_experts_of_a_block_have_clips_in_common(calibration_text: Path, tmp_pat
         (SEARCH, "GPTQ needs text"),
         (SEARCH, "or choose --rounding nearest and leave out --activation-clip search"),
         (("--activation-clip", "search"), "--activation-clip does nothing without --activation-bits 8, 6 or 4"),
-        (("--activation-bits", "8", "--activation-clip", "best"), "above 0 and at most 1, or search; found 'best'"),
+        (("--activation-bits", "8", "--activation-clip", "best"), "1e-05 to 1, or search; found 'best'"),
     ],
 )
 def test_refused(options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def check(error: bytes | None) -> None:
     assert error is None, error.decode()
 
 
-def grid8(bits: int, clip: float) -> Tensor:
+def quantizer(bits: int, clip: float) -> Tensor:
     middle = 2 ** (bits - 1)
     return torch.tensor([-middle, middle - 1, clip / (middle - 1)], dtype=torch.float32)
 
@@ -99,7 +99,7 @@ def run_hadamard(
     codes = (ctypes.c_void_p * 8)(*(f[int(transpose)].data_ptr() for f in factors))
     out = torch.empty_like(x, dtype=torch.int8 if mode >= QUANTISE else x.dtype)
     scale = torch.full(x.shape[:-1], -7.0)
-    grid, factor_orders = grid8(bits, clip), torch.tensor(orders or [0])
+    grid, factor_orders = quantizer(bits, clip), torch.tensor(orders or [0])
     check(
         library.test_hadamard(
             mode, int(backwards), pointer(x), pointer(out), pointer(scale), ELEMENTS[x.dtype], pointer(sizes),
@@ -222,7 +222,7 @@ def test_quantize_tokens_to_the_bit(compiled, dtype: torch.dtype, bits: int, cli
         x = random(7, k, dtype=dtype, seed=k)
         x = damage(x) if k else x
         q, scale = torch.empty_like(x, dtype=torch.int8), torch.full((7,), -7.0)
-        grid = grid8(bits, clip)
+        grid = quantizer(bits, clip)
         arguments = (ctypes.c_int64(7), k, pointer(grid), int(misalign))
         check(
             library.test_quantize(int(backwards), pointer(x), pointer(q), pointer(scale), ELEMENTS[x.dtype], *arguments)

@@ -12,8 +12,8 @@ from test_cuda_host import (
     SCHEDULES,
     check,
     compiled,
-    grid8,
     pointer,
+    quantizer,
     random,
     run_hadamard,
     same,
@@ -49,7 +49,7 @@ def run_input(
     tokens, k = x.shape
     total, out = torch.empty_like(x), torch.empty_like(x, dtype=torch.int8 if bits else x.dtype)
     scale = torch.full((tokens,), -7.0) if bits else None
-    norm, grid = torch.tensor(kind[:2], dtype=torch.float32), grid8(bits or 8, clip)
+    norm, grid = torch.tensor(kind[:2], dtype=torch.float32), quantizer(bits or 8, clip)
     count, orders, codes, doublings = factors_of(order or 1)
     check(
         library.test_input(

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import LEVELS, ops_at
+from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ptq
+from ptq.commands import prepack
 from ptq.errors import InputError
 from ptq.ops import bitstream, native
 from ptq.weights import formats
@@ -290,6 +292,23 @@ def test_bytes_that_no_scales_have():
     parts["scale"][1, 1:] = 99  # no multiple of a sixteenth of itself
     with pytest.raises(InputError, match="no integer scales"):
         format.unprepack(format.lay_out(parts, "fragments"))
+
+
+@pytest.mark.parametrize("part, number", [("scale", 16), ("scale", 256 - 128), ("zero", 16)])
+def test_files_with_numbers_that_kernels_have_no_room_for(part, number, tmp_path: Path):
+    options = dict(scale="integer") if part == "scale" else dict(symmetric=False)
+    recipe = QuarotRecipe(rounding="nearest", group_size=32, **options)
+    out, target = tmp_path / "out", tmp_path / "prepacked"
+    source = save_model(tmp_path / "model", hidden_size=64, intermediate_size=96, head_dim=16)
+    ptq.quantize(source, out, recipe, ptq.RunOptions(progress=False))
+    prepack.prepack(Path(out), target, "cpu")
+    for folder in (out, target):
+        file, name = folder / "model.safetensors", f"model.layers.1.mlp.up_proj.weight_{part}"
+        tensors = load_file(file)
+        tensors[name][:, 1 if part == "scale" else 0] = number
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(InputError, match="layers.1.mlp.up_proj: .*damaged"):
+            AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_the_op_refuses_what_would_overflow():

@@ -265,15 +265,26 @@ def given_of_scan() -> list[Tensor]:
     return [draw(2, 3, 5, 6), draw(2, 3, 5), -draw(5).exp(), draw(2, 3, 1, 4), draw(2, 3, 1, 4)]
 
 
-def test_a_step_that_is_refused_moves_nothing(level: str) -> None:
-    for place, change in ((5, lambda x: x[:3]), (6, lambda x: x[:3]), (7, lambda x: x[:3]), (10, lambda x: 5),
-                          (2, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3))):  # fmt: skip
-        arguments = state_space(2, 2, 4, 6, 5)
+def swapped(x: Tensor) -> Tensor:
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize("op, changes", [
+    ("mamba2_step", ((5, lambda x: x[:3]), (6, lambda x: x[:3]), (7, lambda x: x[:3]), (10, lambda x: 5),
+                     (2, swapped))),
+    ("delta_net_step", ((4, lambda x: x.bfloat16()), (4, swapped), (11, lambda x: x.bfloat16()), (11, lambda x: x[:3]),
+                        (9, lambda x: x[:3]), (7, lambda x: x[:3]))),
+])  # fmt: skip
+def test_a_step_that_is_refused_moves_nothing(op: str, changes: Any, level: str) -> None:
+    names = argument_names(op)
+    for place, change in changes:
+        arguments = given()[op]
         arguments[place] = change(arguments[place])
-        before = [arguments[i].clone() for i in (1, 2)]
-        with pytest.raises(RuntimeError, match="mamba2_step"):
-            ops.mamba2_step(*arguments)
-        assert all(torch.equal(arguments[i], x) for i, x in zip((1, 2), before, strict=True))
+        states = [x for name, x in zip(names, arguments, strict=True) if name in ("conv_state", "state")]
+        before = [x.clone() for x in states]
+        with pytest.raises(RuntimeError, match=op):
+            getattr(ops, op)(*arguments)
+        assert len(states) == 2 and all(map(torch.equal, states, before))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -139,6 +139,14 @@ def test_damage_shows_where_it_is_seen(dtype: torch.dtype, level: str) -> None:
     assert found[0, 150:, 1].isnan().all() and not found[0, :150].isnan().any() and not found[0, :, 0].isnan().any()
 
 
+def test_a_bool_that_is_true_need_not_be_1(level: str) -> None:
+    q, keys, values = (draw(1, 2, 40, 32, seed=seed) for seed in range(3))
+    mask = torch.rand(1, 1, 40, 40, generator=torch.Generator().manual_seed(3)) < 0.5
+    found = [torch.ops.ptq.prefill_attention(q, keys, values, (mask * number).byte().view(torch.bool), False, 0.2)
+             for number in (1, 2, 128)]  # fmt: skip
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_empty_inputs_and_the_op(level: str) -> None:
     q, keys = draw(2, 4, 3, 8), draw(2, 2, 5, 8)
     op = torch.ops.ptq.prefill_attention

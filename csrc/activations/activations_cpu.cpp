@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "activations/quantize.h"
+#include "activations/checked.h"
 #include "common/cpu_level.h"
 #include "common/tensors.h"
 
@@ -22,13 +22,6 @@ const Kernels& kernels() {
     return at_level<portable, avx2, avx2, avx512>();
 }
 
-Quantizer quantizer(int64_t bits, double clip) {
-    STD_TORCH_CHECK(bits >= 2 && bits <= 8, "quantize_tokens: bits must be 2 to 8, found ", bits);
-    STD_TORCH_CHECK(clip > 0 && clip <= 1, "quantize_tokens: clip must lie above 0 and at most at 1, found ", clip);
-    const float middle = static_cast<float>(1 << (bits - 1));
-    return {-middle, middle - 1, static_cast<float>(clip / ((1 << (bits - 1)) - 1))};
-}
-
 void quantize(const Numbers& n, int64_t token, int8_t* q, float* scale) {
     const int64_t at = token * n.k;
     if (n.wide)
@@ -38,7 +31,7 @@ void quantize(const Numbers& n, int64_t token, int8_t* q, float* scale) {
 }
 
 Held hold(const Tensor& x, int64_t bits, double clip) {
-    const Quantizer z = quantizer(bits, clip);
+    const Quantizer z = quantizer("quantize_tokens", bits, clip);
     STD_TORCH_CHECK(x.dim() > 0, "quantize_tokens: x has no axis");
     const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
     const Tensor in = compact(direct ? x : torch::stable::to(x, ScalarType::Float));

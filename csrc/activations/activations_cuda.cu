@@ -1,7 +1,7 @@
 // ptq::quantize_tokens for CUDA. Schema, fake kernel and reference are in ptq/ops/activations.py.
 #include <tuple>
 
-#include "activations/grid8_cuda.h"
+#include "activations/checked.h"
 
 namespace ptq::activations {
 namespace {
@@ -10,7 +10,7 @@ using cuda::ScalarType;
 using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor> quantize_tokens(const Tensor& x, int64_t bits, double clip) {
-    const Grid8 grid = grid8("quantize_tokens", bits, clip);
+    const Quantizer grid = quantizer("quantize_tokens", bits, clip);
     STD_TORCH_CHECK(x.dim() > 0, "quantize_tokens: x has no axis");
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     cuda::properties(x.get_device_index());

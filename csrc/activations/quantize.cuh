@@ -1,17 +1,12 @@
 // Integers and one scale per token on a GPU, to the bit as ptq/ops/activations.py defines them. No torch here.
 #pragma once
 
+#include "activations/quantize.h"
 #include "cuda/lines.cuh"
 
 namespace ptq::activations {
 
 using namespace ptq::cuda;
-
-// quantize.h's Quantizer; low and high are integers here.
-struct Grid8 {
-    float low, high;  // of the integers
-    float share;      // scale of a token whose largest magnitude is 1
-};
 
 constexpr int reduce_bytes = 128;  // of shared memory: a number for each of 32 warps
 
@@ -37,21 +32,21 @@ struct Scale {
     float scale, inverse;
     bool finite;
 };
-PTQ_DEVICE Scale scale_of(const Grid8& grid, uint32_t top) {
+PTQ_DEVICE Scale scale_of(const Quantizer& grid, uint32_t top) {
     const bool finite = top < 0x7f800000u;
     const float magnitude = float_of(top);
     const float scale = !finite ? float_of(0x7fc00000u) : magnitude < 1e-30f ? 1.0f : multiply(magnitude, grid.share);
     return {scale, finite ? divide(1.0f, scale) : 0.0f, finite};
 }
 // The integer in the lowest byte, where all numbers of the token are finite: what is added leaves it there, rounded.
-PTQ_DEVICE uint32_t integer_bits(const Grid8& grid, const Scale& s, float x) {
+PTQ_DEVICE uint32_t integer_bits(const Quantizer& grid, const Scale& s, float x) {
     return bits_of(add(lesser(greater(multiply(x, s.inverse), grid.low), grid.high), 12582912.0f));
 }
-PTQ_DEVICE int8_t integer(const Grid8& grid, const Scale& s, float x) {
+PTQ_DEVICE int8_t integer(const Quantizer& grid, const Scale& s, float x) {
     return s.finite ? static_cast<int8_t>(integer_bits(grid, s, x)) : 0;
 }
 // Four of them.
-PTQ_DEVICE uint32_t integers(const Grid8& grid, const Scale& s, float a, float b, float c, float d) {
+PTQ_DEVICE uint32_t integers(const Quantizer& grid, const Scale& s, float a, float b, float c, float d) {
     const uint32_t low = byte_permute(integer_bits(grid, s, a), integer_bits(grid, s, b), 0x40);
     const uint32_t high = byte_permute(integer_bits(grid, s, c), integer_bits(grid, s, d), 0x40);
     return s.finite ? byte_permute(low, high, 0x5410) : 0;
@@ -65,7 +60,7 @@ PTQ_DEVICE uint32_t largest_of(const Number& number, int k, int worker, int work
     return top;
 }
 template <class Number>
-PTQ_DEVICE void write_integers(const Grid8& grid, const Scale& s, const Number& number, int k, int8_t* q,
+PTQ_DEVICE void write_integers(const Quantizer& grid, const Scale& s, const Number& number, int k, int8_t* q,
                                bool vectorised, int worker, int workers) {
     if (vectorised && k % 4 == 0) {
         for (int i = 4 * worker; i < k; i += 4 * workers) {
@@ -78,7 +73,7 @@ PTQ_DEVICE void write_integers(const Grid8& grid, const Scale& s, const Number& 
 
 // `tokens` tokens of k numbers, number(i) the i-th of all: by the whole block, or a warp for each.
 template <class Number>
-PTQ_DEVICE void quantize_tokens_in_block(const Grid8& grid, const Number& number, int tokens, int k, int8_t* q,
+PTQ_DEVICE void quantize_tokens_in_block(const Quantizer& grid, const Number& number, int tokens, int k, int8_t* q,
                                          float* scale, bool vectorised, uint32_t* reduce, int threads) {
     if (tokens == 1) {
         const Scale s = scale_of(grid, largest_in_block(largest_of(number, k, thread(), threads), reduce, threads));
@@ -103,7 +98,7 @@ inline int threads_for(int k) {
 
 // A token of k numbers by the block, or with `by_warp` by a warp; beyond k are zeros.
 template <class T, int count>
-PTQ_DEVICE void quantize_lines(const Grid8& grid, const Line<T> (&lines)[count], int k, bool by_warp, int8_t* q,
+PTQ_DEVICE void quantize_lines(const Quantizer& grid, const Line<T> (&lines)[count], int k, bool by_warp, int8_t* q,
                                float* scale, bool aligned, uint32_t* reduce, int threads) {
     const int worker = by_warp ? lane() : thread(), workers = by_warp ? 32 : threads;
     float v[unit];
@@ -138,7 +133,7 @@ struct Tokens {
     int64_t tokens;
     int k, threads;
     bool vectorised;
-    Grid8 grid;
+    Quantizer grid;
 };
 
 template <class In>

@@ -28,9 +28,6 @@ void quantize(const Numbers& numbers, int64_t token, int8_t* q, float* scale);
 // The kernels of the level in use.
 const Kernels& kernels();
 
-// Checks the ranges: throws where bits or clip are out of theirs.
-Quantizer quantizer(int64_t bits, double clip);
-
 extern const Kernels portable, avx2, avx512;
 
 }  // namespace ptq::activations

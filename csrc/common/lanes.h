@@ -15,8 +15,6 @@
 namespace ptq::vectors {
 namespace {
 
-using Ints = Dwords;
-
 // Whether one instruction looks up sixteen numbers in a table of sixteen (`picked`).
 #if defined(__AVX512F__)
 constexpr bool gathers = true;
@@ -27,7 +25,7 @@ constexpr int unrolled = 1;  // sixteen lanes are many instructions already
 #endif
 
 // The numbers of x at places; where `gathers`, bits above the fourth change nothing.
-inline Lanes picked(Lanes x, Ints place) {
+inline Lanes picked(Lanes x, Dwords place) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)place, (__m512)x);
 #else

@@ -1,4 +1,5 @@
-// What the products with weights in tiles have in common: tokens, results, and how work is shared.
+// What ops on tokens [*, k] have in common: their count, results beside them, numbers as kernels take them, and how
+// work is shared.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -17,14 +17,14 @@
 namespace ptq::e8p_tiled {
 namespace {
 
-using experts::Ints;
+using experts::Int64s;
 using Products = std::vector<experts::Product>;
 
 // A vector for every row: that of its expert.
-Tensor of_rows(const Tensors& vectors, size_t first, const Ints& counts, int64_t size) {
+Tensor of_rows(const Tensors& vectors, size_t first, const Int64s& counts, int64_t size) {
     int64_t rows = 0;
     for (const int64_t count : counts) rows += count;
-    const Tensor found = fresh(Ints{rows, size}, ScalarType::Float);
+    const Tensor found = fresh(Int64s{rows, size}, ScalarType::Float);
     auto* to = static_cast<float*>(found.mutable_data_ptr());
     for (const int64_t count : counts) {
         const Tensor vector = compact(vectors[first++]);
@@ -35,7 +35,7 @@ Tensor of_rows(const Tensors& vectors, size_t first, const Ints& counts, int64_t
 }
 
 // y [rows, n] += the bias of each row's expert, float32.
-void add_biases(const Tensor& y, const experts::Inside& inside, size_t first, const Ints& counts) {
+void add_biases(const Tensor& y, const experts::Inside& inside, size_t first, const Int64s& counts) {
     const int64_t n = y.size(1);
     auto* to = static_cast<float*>(y.mutable_data_ptr());
     for (const int64_t count : counts) {
@@ -52,10 +52,10 @@ void add_biases(const Tensor& y, const experts::Inside& inside, size_t first, co
 
 // What `count` weights of every expert make of the same input, before their products are transformed back: float32
 // [count * rows, n], one weight of all experts after the other.
-Tensor multiplied(const Weights& weights, const Seen& in, const Ints& counts, size_t count, int64_t n,
+Tensor multiplied(const Weights& weights, const Seen& in, const Int64s& counts, size_t count, int64_t n,
                   ScalarType dtype) {
     const int64_t rows = in.x.size(0);
-    const Tensor out = fresh(Ints{static_cast<int64_t>(count) * rows, n}, in.scale ? ScalarType::Float : dtype);
+    const Tensor out = fresh(Int64s{static_cast<int64_t>(count) * rows, n}, in.scale ? ScalarType::Float : dtype);
     Tensors pieces;
     for (size_t i = 0; i < count; i++) pieces.push_back(rows_of(out, static_cast<int64_t>(i) * rows, rows));
     Products products;
@@ -71,7 +71,7 @@ Tensor multiplied(const Weights& weights, const Seen& in, const Ints& counts, si
     return as_float(out);
 }
 
-Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const experts::Shares& shares,
+Tensor compute(const Tensor& x, const Int64s& tokens, const Int64s& counts, const experts::Shares& shares,
                const Tensors& tiles, const Tensors& scale, const Tensors& su, const Tensors& sv, int64_t width,
                int64_t bits, int64_t input_bits, double clip, int64_t down_bits, double down_clip,
                const Tensors& factors, int64_t order, const Tensors& width_factors, int64_t width_order,
@@ -95,7 +95,7 @@ Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const ex
     Seen in = seen(x, {input_bits, clip, factors, order, su.front()});
     in.x = experts::gathered(in.x, tokens);
     if (in.scale) in.scale = experts::gathered(*in.scale, tokens);
-    Ints twice = counts;
+    Int64s twice = counts;
     twice.insert(twice.end(), counts.begin(), counts.end());
     Tensor y = multiplied(weights(0, 2 * count, width, k), in, counts, 2, width, dtype);
     y = hadamard::hadamard(y, of_rows(sv, 0, twice, width), width_factors, width_order, -1, true);

@@ -10,7 +10,7 @@ namespace {
 
 struct Layers {
     Tensors tiles, scale;
-    layer::Ints n;
+    layer::Int64s n;
     int64_t bits;
 
     using Prepared = layer::Together<Weights>;
@@ -28,5 +28,5 @@ struct Layers {
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     using namespace ptq;
     m.impl("e8p_layer",
-           TORCH_BOX((&layer::op<e8p_tiled::Layers, const Tensors&, const Tensors&, const layer::Ints&, int64_t>)));
+           TORCH_BOX((&layer::op<e8p_tiled::Layers, const Tensors&, const Tensors&, const layer::Int64s&, int64_t>)));
 }

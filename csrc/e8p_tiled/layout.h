@@ -14,17 +14,12 @@ namespace ptq::e8p_tiled {
 
 using e8p::multiplier;
 using e8p::stages;
+using tiles::block_bytes;
 using tiles::block_columns;
 using tiles::blocks_in;
 using tiles::row_tiles;
+using tiles::tile_bytes;
 using tiles::tile_rows;
-
-constexpr int64_t block_bytes(int bits) {
-    return 64 * bits;
-}
-constexpr int64_t tile_bytes(int64_t k, int bits) {
-    return blocks_in(k) * block_bytes(bits);
-}
 
 // Weights are bytes: an integer point, of at most 11, with 3 and 4 bits 109, and this. Below 128 they can be multiplied
 // faster without VNNI.

@@ -17,12 +17,12 @@ namespace ptq::experts {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Ints = std::vector<int64_t>;
+using Int64s = std::vector<int64_t>;
 using Shares = std::vector<double>;
 
 // A token for every row, the rows of one expert together; the share of each row.
 struct Rows {
-    const Ints &tokens, &counts;
+    const Int64s &tokens, &counts;
     const Shares& shares;
 };
 
@@ -31,8 +31,8 @@ inline int64_t width_of(ScalarType type) {
 }
 
 // Rows of x [t, ...], one after another.
-inline Tensor gathered(const Tensor& x, const Ints& rows) {
-    Ints sizes(x.sizes().begin(), x.sizes().end());
+inline Tensor gathered(const Tensor& x, const Int64s& rows) {
+    Int64s sizes(x.sizes().begin(), x.sizes().end());
     const int64_t bytes = sizes[0] ? x.numel() / sizes[0] * width_of(x.scalar_type()) : 0;
     sizes[0] = static_cast<int64_t>(rows.size());
     const Tensor in = compact(x), out = fresh(sizes, x.scalar_type());
@@ -79,7 +79,7 @@ void scale(const Tensor& y, float by) {
 
 // total[tokens[i]] += share[i] * y[i], row after row: product and sum are rounded each.
 template <class Element>
-void add_rows(const Tensor& y, const Shares& shares, const Ints& tokens, const Tensor& total) {
+void add_rows(const Tensor& y, const Shares& shares, const Int64s& tokens, const Tensor& total) {
     const int64_t k = y.size(1);
     const auto* from = static_cast<const Element*>(y.const_data_ptr());
     auto* to = static_cast<Element*>(total.mutable_data_ptr());
@@ -147,7 +147,7 @@ Tensor compute(const Tensor& x, const Rows& rows, int64_t width, const Weights& 
     in.x = gathered(in.x, rows.tokens);
     if (in.scale) in.scale = gathered(*in.scale, rows.tokens);
 
-    const Tensor gate = fresh(Ints{count, width}, dtype), up = fresh(Ints{count, width}, dtype);
+    const Tensor gate = fresh(Int64s{count, width}, dtype), up = fresh(Int64s{count, width}, dtype);
     std::vector<Product> products;
     const auto add = [&](size_t first, const Tensor& out) {
         int64_t from = 0;
@@ -160,7 +160,7 @@ Tensor compute(const Tensor& x, const Rows& rows, int64_t width, const Weights& 
     add(rows.counts.size(), up);
     gate_up.multiply(in, products);
 
-    const Tensor y = fresh(Ints{count, x.size(1)}, dtype);
+    const Tensor y = fresh(Int64s{count, x.size(1)}, dtype);
     products.clear();
     add(0, y);
     last.multiply(seen(inside.gated(gate, up), down), products);

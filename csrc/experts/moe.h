@@ -16,7 +16,7 @@ namespace ptq::experts {
 
 // The experts that some tokens have chosen, those of low numbers first, and the rows that each computes.
 struct Choice {
-    Ints experts, tokens, counts;
+    Int64s experts, tokens, counts;
     Shares shares;
 
     // Of all gates, all ups and all downs, those of these experts; nothing of an empty list.

@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor> run(const Tensor& handle, const Tensor& x) {
 std::pair<Tensor, Tensor> Moe::run(const Tensor& x) const {
     STD_TORCH_CHECK(x.dim() > 1 && x.numel() > 0, "run_moe: expected tokens [*, k]");
     const int64_t k = x.size(x.dim() - 1);
-    const Tensor rows = reshaped(compact(x), Ints{x.numel() / k, k});
+    const Tensor rows = reshaped(compact(x), Int64s{x.numel() / k, k});
     const auto [choice, shares] = router.choose(rows, has_shared());
     Tensor y = experts->compute(rows, choice);
     if (other) y = steps::sum(y, other->compute(rows, router.first_of_others(rows)));

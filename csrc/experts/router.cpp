@@ -118,7 +118,7 @@ Tensor Router::activated(const Tensor& x) const {
 // -inf outside of the groups whose two largest numbers have the largest sums.
 Tensor Router::within_groups(const Tensor& wanted) const {
     const int64_t t = wanted.size(0), n = wanted.size(1), size = n / groups;
-    const Tensor numbers = as_float(wanted), best = fresh(Ints{t, groups}, ScalarType::Float);
+    const Tensor numbers = as_float(wanted), best = fresh(Int64s{t, groups}, ScalarType::Float);
     for (int64_t group = 0; group < t * groups; group++) {
         const float* in = floats(numbers) + group * size;
         float first = std::max(in[0], in[1]), second = std::min(in[0], in[1]);

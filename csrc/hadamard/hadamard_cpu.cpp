@@ -16,7 +16,7 @@
 #include <tuple>
 #include <vector>
 
-#include "activations/quantize.h"
+#include "activations/checked.h"
 #include "common/cpu_level.h"
 #include "common/tensors.h"
 #include "hadamard/transform.h"
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
                                              const std::vector<Tensor>& factors, int64_t order, int64_t bits,
                                              double clip) {
     constexpr int64_t scratch_bytes = 1 << 15;
-    const activations::Quantizer quantizer = activations::quantizer(bits, clip);
+    const activations::Quantizer quantizer = activations::quantizer("hadamard_quantize", bits, clip);
     const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
     const Tensor in = compact(direct ? x : torch::stable::to(x, ScalarType::Float));
     Problem p = problem(in, factors, order, -1, false);

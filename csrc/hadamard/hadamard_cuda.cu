@@ -2,7 +2,7 @@
 // references and gradients are in ptq/ops/hadamard.py, ptq/ops/input_steps.py and ptq/ops/activations.py.
 #include <cmath>
 
-#include "activations/grid8_cuda.h"
+#include "activations/checked.h"
 #include "hadamard/hadamard_cuda.h"
 #include "hadamard/transform_launch.cuh"
 
@@ -84,7 +84,7 @@ std::optional<Tensor> compact(const std::optional<Tensor>& signs) {
 
 // Room for quantised tokens, in the task.
 std::vector<Tensor> quantised(const char* op, Task& t, const Tensor& x, int64_t bits, double clip) {
-    t.grid8 = activations::grid8(op, bits, clip);
+    t.quantizer = activations::quantizer(op, bits, clip);
     const auto sizes = x.sizes();
     const Tensor q = cuda::empty_like_device(sizes, ScalarType::Char, x);
     const Tensor scale = cuda::empty_like_device({sizes.data(), sizes.size() - 1}, ScalarType::Float, x);
@@ -177,9 +177,14 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
     if (scale.numel() == 0) return {q, scale};
     const Stream stream = cuda::current_stream(x.get_device_index());
     const auto quantize = [&](const void* numbers) {
-        const activations::Tokens tokens{
-            numbers, static_cast<int8_t*>(t.out), t.token_scale, scale.numel(), static_cast<int>(in.size(-1)), 0, true,
-            t.grid8};
+        const activations::Tokens tokens{numbers,
+                                         static_cast<int8_t*>(t.out),
+                                         t.token_scale,
+                                         scale.numel(),
+                                         static_cast<int>(in.size(-1)),
+                                         0,
+                                         true,
+                                         t.quantizer};
         cuda::check_launch("hadamard_quantize", activations::quantize(tokens, 4, false, stream));
     };
     if (in.numel() == 0) {  // tokens of nothing have a scale too

@@ -76,13 +76,13 @@ PTQ_DEVICE void write_token(const Transform& p, int8_t* q, bool aligned, float* 
     PTQ_UNROLL
     for (int i = 0; i < count; i++) top = activations::larger(top, bits_of(v[i]) & 0x7fffffffu);
     top = activations::largest_in_block(works ? top : 0, reduce, p.threads);
-    const activations::Scale s = activations::scale_of(p.grid8, top);
+    const activations::Scale s = activations::scale_of(p.quantizer, top);
     if (thread() == 0) *token_scale = s.scale;
     if (!works) return;
     PTQ_UNROLL
     for (int e = 0; e < count / 2; e++) {
-        const uint32_t a = activations::integer_bits(p.grid8, s, v[2 * e]);
-        const uint32_t b = activations::integer_bits(p.grid8, s, v[2 * e + 1]);
+        const uint32_t a = activations::integer_bits(p.quantizer, s, v[2 * e]);
+        const uint32_t b = activations::integer_bits(p.quantizer, s, v[2 * e + 1]);
         const uint32_t both = s.finite ? byte_permute(a, b, 0x40) : 0;
         if (aligned) {
             store<uint16_t>(q, static_cast<uint16_t>(both));

@@ -43,7 +43,7 @@ struct Transform {
     int log2;                        // m
     int first, later[later_passes];  // log2 of the radix of each pass, 0: none
     Factors factors;
-    activations::Grid8 grid8;
+    activations::Quantizer quantizer;
     Split split;
 };
 
@@ -279,7 +279,7 @@ void transform_kernel(const Transform p) {
         if constexpr (sizeof(Out) == 1) {
             const int token = p.order * p.blocks;
             const auto number = [&](int i) { return result[padded(i, p.log2)]; };
-            activations::quantize_tokens_in_block(p.grid8, number, elements / token, token, out,
+            activations::quantize_tokens_in_block(p.quantizer, number, elements / token, token, out,
                                                   p.token_scale + start / token, p.vectorised, reduce, p.threads);
             block_barrier();
         }

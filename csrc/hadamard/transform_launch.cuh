@@ -27,7 +27,7 @@ struct Task {
     int64_t doublings;  // 2^m
     double scale;
     float* token_scale;
-    activations::Grid8 grid8;
+    activations::Quantizer quantizer;
     bool aligned;         // in and out, and what `input` has, are multiples of 16
     inputs::Input input;  // what follows is done by the fast kernel alone
     Element out_element;  // of a result that is not quantised
@@ -113,7 +113,7 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     p.chunks = static_cast<int>((p.vectors + p.per_block - 1) / p.per_block);
     p.vectorised = t.aligned && (p.per_block * t.order % line == 0 || p.chunks == 1);
     p.scale = static_cast<float>(t.scale);
-    p.grid8 = t.grid8;
+    p.quantizer = t.quantizer;
     p.log2 = log2_of(t.doublings);
     plan_split(t, device, p);
     if (p.split.rows) return true;

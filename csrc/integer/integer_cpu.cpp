@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/cpu_level.h"
+#include "common/ldlq.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
 #include "integer/kernels.h"
@@ -38,6 +39,7 @@ int64_t group_columns(int64_t k, int64_t group_size) {
 std::tuple<Tensor, Tensor> fit(const Tensor& w, int64_t bits, int64_t group_size, bool symmetric, int64_t steps,
                                double floor) {
     check_bits(bits);
+    STD_TORCH_CHECK(steps >= 0, "integer_fit: steps must not be negative, found ", steps);
     const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
     check_tensor("integer", "w", w, ScalarType::Float, {n, k});
     const Tensor in = contiguous(w);

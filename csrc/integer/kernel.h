@@ -1,4 +1,7 @@
 // The integer kernels of one level: included after PTQ_LEVEL, the name of its table, is defined.
+#include <utility>
+
+#include "common/ldlq.h"
 #include "integer/panel.h"
 
 namespace ptq::integer {
@@ -83,32 +86,11 @@ void round(const Round& p, int64_t first, int64_t last) {
 }
 
 void ldlq(const Ldlq& p, int64_t first, int64_t last) {
-    constexpr int64_t vectors = ldlq_strip / lanes;
     const Lanes top = fill(static_cast<float>((1 << p.bits) - 1));
-    std::vector<float> errors(p.c * ldlq_strip);
-    for (int64_t strip = first; strip < last; strip++) {
-        const int64_t from = strip * ldlq_strip, width = std::min(ldlq_strip, p.n - from);
-        const auto read = [&](const float* row, int64_t v) {
-            return load(row + from + v * lanes, std::clamp(width - v * lanes, int64_t{0}, lanes));
-        };
-        for (int64_t j = p.c - 1; j >= 0; j--) {
-            Lanes target[vectors];
-            for (int64_t v = 0; v < vectors; v++) target[v] = read(p.target + j * p.n, v);
-            for (int64_t i = p.c - 1; i > j; i--) {
-                const Lanes f = fill(p.factor[j * p.c + i]);
-                for (int64_t v = 0; v < vectors; v++) target[v] += f * load(&errors[i * ldlq_strip + v * lanes]);
-            }
-            for (int64_t v = 0; v * lanes < width; v++) {
-                const int64_t count = std::min(lanes, width - v * lanes), row = p.group[j] * p.n;
-                const Lanes s = read(p.scale + row, v), z = read(p.zero + row, v);
-                const Lanes q = quantise(target[v], 1.0f / s, z, top);
-                const Lanes e = read(p.w + j * p.n, v) - (q - z) * s;
-                store(&errors[j * ldlq_strip + v * lanes], e);
-                std::memcpy(p.error + j * p.n + from + v * lanes, &e, count * sizeof(float));
-                store_codes(p.codes + j * p.n + from + v * lanes, q, count);
-            }
-        }
-    }
+    ldlq_strips(p, first, last, [&](const Lanes& target, const Lanes& w, const auto& of) {
+        const Lanes s = of(p.scale), z = of(p.zero), q = quantise(target, 1.0f / s, z, top);
+        return std::pair((Dwords)converted<SignedInts>(q), w - (q - z) * s);
+    });
 }
 
 // --- bytes -----------------------------------------------------------------------------------------------------------

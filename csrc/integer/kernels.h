@@ -59,7 +59,6 @@ struct Linear {
     int bits;
 };
 
-constexpr int64_t ldlq_strip = 64;  // rows of W that one unit of `ldlq` takes
 constexpr int64_t block = 128;      // codes that `linear` decodes at once: eight for each of sixteen lanes
 constexpr int64_t panel_rows = 24;  // rows of W that one unit of `linear` takes
 

@@ -32,7 +32,7 @@ void spread(const Linear& p, int64_t first, int64_t last) {
 
 // The eight codes of each lane: all of them in `low`, or from five bits on, four and four.
 struct Words {
-    Ints low, high;
+    Dwords low, high;
 };
 
 template <int bits>
@@ -52,17 +52,17 @@ inline Words words(const uint8_t* from) {
         const __m512i low = _mm512_load_si512(table.data());
         if constexpr (bits < 4) {  // a byte of the next lane may follow: nobody looks at it
             const __m512i x = _mm512_maskz_loadu_epi8((1ull << bytes) - 1, from);
-            return {(Ints)(_mm512_maskz_permutexvar_epi8(~0ull, low, x)), Ints{}};
+            return {(Dwords)(_mm512_maskz_permutexvar_epi8(~0ull, low, x)), Dwords{}};
         } else {
             const __m512i x = _mm512_loadu_si512(from), y = _mm512_loadu_si512(from + behind);
             const __m512i high = _mm512_load_si512(table.data() + 64);
-            return {(Ints)(_mm512_permutex2var_epi8(x, low, y)), (Ints)(_mm512_permutex2var_epi8(x, high, y))};
+            return {(Dwords)(_mm512_permutex2var_epi8(x, low, y)), (Dwords)(_mm512_permutex2var_epi8(x, high, y))};
         }
     }
 #endif
     Words w{};
     if constexpr (bits == 4) {
-        w.low = load_vector<Ints>(from);
+        w.low = load_vector<Dwords>(from);
     } else {
         for (int l = 0; l < lanes; l++) {
             uint32_t low = 0, high = 0;
@@ -81,7 +81,7 @@ constexpr bool looked_up = gathers && bits <= 4;
 // Code j of each lane, as a number; where there are look-ups, as its entry of `table`.
 template <int bits>
 inline Lanes numbers(const Words& w, int j, [[maybe_unused]] Lanes table) {
-    const Ints code = bits <= 4 || j < 4 ? w.low >> bits * j : w.high >> (4 * bits % 8 + bits * (j - 4));
+    const Dwords code = bits <= 4 || j < 4 ? w.low >> bits * j : w.high >> (4 * bits % 8 + bits * (j - 4));
     if constexpr (looked_up<bits>) return picked(table, code);
     return converted<Lanes>((SignedInts)(code & ((1u << bits) - 1)));
 }
@@ -107,15 +107,15 @@ inline Affine affine(const Linear& p, int64_t at) {
 
 // Sixteen numbers from `at` on, or as many as there are.
 template <class T>
-inline Ints load_integers(const T* from, int64_t count) {
+inline Dwords load_integers(const T* from, int64_t count) {
     return widened(from, std::min(count, lanes));
 }
 
 // Each lane's own group, for groups of whole lanes; `place[l]` counts from the group at the block's start.
 inline Affine affine(const Linear& p, int64_t at, const uint8_t* place) {
     const int64_t count = p.n * p.groups - at;
-    const Ints lane = load_integers(place, lanes);
-    const Ints bits = load_integers(p.scale + at, count) << 16;
+    const Dwords lane = load_integers(place, lanes);
+    const Dwords bits = load_integers(p.scale + at, count) << 16;
     const Lanes scale = picked((Lanes)bits, lane);
     if (!p.zero) return {scale, scale * -static_cast<float>(1 << (p.bits - 1))};
     const SignedInts zero = (SignedInts)load_integers(p.zero + at, count);

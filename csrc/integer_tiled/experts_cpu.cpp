@@ -58,10 +58,11 @@ struct Weights {
     }
 };
 
-Tensor compute(const Tensor& x, const experts::Ints& tokens, const experts::Ints& counts, const experts::Shares& shares,
-               const Tensors& tiles, const Tensors& scale, const Tensors& zero, int64_t width, int64_t bits,
-               int64_t group_size, int64_t input_bits, double clip, const Tensors& factors, int64_t order,
-               int64_t down_bits, double down_clip, const Tensors& biases, const experts::Shares& clamped) {
+Tensor compute(const Tensor& x, const experts::Int64s& tokens, const experts::Int64s& counts,
+               const experts::Shares& shares, const Tensors& tiles, const Tensors& scale, const Tensors& zero,
+               int64_t width, int64_t bits, int64_t group_size, int64_t input_bits, double clip, const Tensors& factors,
+               int64_t order, int64_t down_bits, double down_clip, const Tensors& biases,
+               const experts::Shares& clamped) {
     const experts::Rows rows{tokens, counts, shares};
     const experts::Inside inside{biases, clamped};
     experts::check(x, rows, tiles.size(), inside);
@@ -70,7 +71,7 @@ Tensor compute(const Tensor& x, const experts::Ints& tokens, const experts::Ints
     const size_t count = counts.size();
     const auto weights = [&](size_t first, size_t last, int64_t n, int64_t k) {
         const auto part = [&](const Tensors& all) { return experts::some(all, first, last); };
-        return Weights{hold_all(part(tiles), part(scale), part(zero), part(biases), experts::Ints(last - first, n), k,
+        return Weights{hold_all(part(tiles), part(scale), part(zero), part(biases), experts::Int64s(last - first, n), k,
                                 bits, group_size)};
     };
     const Tensors none;

@@ -1,4 +1,4 @@
-// The kernels on tiles as plain C++: no torch here. The layout is in layout.h.
+// The kernels on tiles as plain C++: no torch here. The layout is in tiles/layout.h.
 #pragma once
 
 #include <cstdint>

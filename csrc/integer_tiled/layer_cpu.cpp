@@ -11,7 +11,7 @@ namespace {
 // `zero` is empty, or one for each.
 struct Layers {
     Tensors tiles, scale, zero;
-    layer::Ints n;
+    layer::Int64s n;
     int64_t bits, group_size;
 
     struct Prepared {
@@ -27,7 +27,7 @@ struct Layers {
     Prepared prepare(size_t first, size_t last, int64_t k, const Tensors& biases) const {
         using experts::some;
         return {hold_all(some(tiles, first, last), some(scale, first, last), some(zero, first, last), biases,
-                         layer::Ints(n.begin() + first, n.begin() + last), k, bits, group_size)};
+                         layer::Int64s(n.begin() + first, n.begin() + last), k, bits, group_size)};
     }
 };
 
@@ -37,5 +37,5 @@ struct Layers {
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     using namespace ptq;
     m.impl("integer_layer", TORCH_BOX((&layer::op<integer_tiled::Layers, const Tensors&, const Tensors&, const Tensors&,
-                                                  const layer::Ints&, int64_t, int64_t>)));
+                                                  const layer::Int64s&, int64_t, int64_t>)));
 }

@@ -87,16 +87,32 @@ void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const bool nibbles = !units && bits <= 4, wide = !units && bits == 8;
     const gemm::Mode mode = nibbles ? gemm::Mode::nibbles : wide ? gemm::Mode::wide : gemm::Mode::quads;
     panels.unpack = units ? units : kernels().unpack_bytes;
-    gemm::multiply_panels(
-        {panels, mode, nullptr, Number::float32, p.t, from.k, p.q_scale, p.bias, p.out, p.out_type, from});
+    gemm::multiply_panels({.w = panels,
+                           .mode = mode,
+                           .x = nullptr,
+                           .x_type = Number::float32,
+                           .t = p.t,
+                           .k = from.k,
+                           .token_scale = p.q_scale,
+                           .bias = p.bias,
+                           .out = p.out,
+                           .out_type = p.out_type,
+                           .from = from});
 }
 
 void many_floats(const Floats& p) {
     const Kernels& level = kernels();
     const bool pairs = level.unpack_pairs && gemm::are_pairs(p.x_type);
-    gemm::multiply_panels({panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
-                           pairs ? gemm::Mode::pairs : gemm::Mode::floats, p.x, p.x_type, p.t, p.w.k, nullptr, p.bias,
-                           p.out, p.out_type});
+    gemm::multiply_panels({.w = panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
+                           .mode = pairs ? gemm::Mode::pairs : gemm::Mode::floats,
+                           .x = p.x,
+                           .x_type = p.x_type,
+                           .t = p.t,
+                           .k = p.w.k,
+                           .token_scale = nullptr,
+                           .bias = p.bias,
+                           .out = p.out,
+                           .out_type = p.out_type});
 }
 
 // `like`: a tensor with the axes of the tokens.

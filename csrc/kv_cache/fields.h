@@ -9,10 +9,10 @@
 namespace ptq::kv_cache {
 namespace {
 
-using vectors::Ints, vectors::largest_of, vectors::nearest, vectors::power_of_two, vectors::sum, vectors::sums;
+using vectors::largest_of, vectors::nearest, vectors::power_of_two, vectors::sum, vectors::sums;
 
-inline Ints load_words(const uint32_t* from) {
-    return load_vector<Ints>(from);
+inline Dwords load_words(const uint32_t* from) {
+    return load_vector<Dwords>(from);
 }
 
 // Where the words of a block of tokens lie: word w of the widest plane at low + w * stride, of the second plane (three
@@ -45,7 +45,7 @@ struct Planes {
 template <int BITS>
 struct Fields : Planes<BITS> {
     using Planes<BITS>::plane, Planes<BITS>::above, Planes<BITS>::count, Planes<BITS>::wide;
-    Ints low, high;
+    Dwords low, high;
 
     Fields(const Words& at, int64_t first) {
         low = load_words(at.low + first / count * at.stride) >> static_cast<uint32_t>(first % count * plane);
@@ -54,7 +54,7 @@ struct Fields : Planes<BITS> {
     }
 
     Lanes get(int i) const {
-        Ints x = low >> static_cast<uint32_t>(i * plane) & ((1u << plane) - 1);
+        Dwords x = low >> static_cast<uint32_t>(i * plane) & ((1u << plane) - 1);
         if constexpr (above > 0) x |= (high >> static_cast<uint32_t>(i * above) & ((1u << above) - 1)) << plane;
         return converted<Lanes>((SignedInts)x);
     }

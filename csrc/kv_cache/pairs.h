@@ -8,7 +8,7 @@ namespace ptq::kv_cache {
 namespace {
 
 // sum + a0 * b0 + a1 * b1, of the lower and the upper 16 bits of each, with their signs.
-PTQ_INLINE SignedInts dot(const SignedInts& sum, const Ints& a, const Ints& b) {
+PTQ_INLINE SignedInts dot(const SignedInts& sum, const Dwords& a, const Dwords& b) {
 #if defined(__AVX512VNNI__)
     return (SignedInts)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #else
@@ -45,12 +45,12 @@ struct Integers {
         factor = is_zero ? 0.0f : largest / top, inverse = is_zero ? 0.0f : top / largest;
     }
     // To the nearest, halves to even, in the lowest 16 bits: all 32 are `zero` plus the integer.
-    Ints of(const Lanes& x) const { return (Ints)(x * inverse + 12582912.0f); }
+    Dwords of(const Lanes& x) const { return (Dwords)(x * inverse + 12582912.0f); }
     static constexpr uint32_t zero = 0x4b400000;  // the bits of 12582912.0f
 };
 
 // The first number in the lower 16 bits, the second above.
-PTQ_INLINE Ints paired(const Ints& first, const Ints& second) {
+PTQ_INLINE Dwords paired(const Dwords& first, const Dwords& second) {
     return (first & 0xffffu) | second << 16;
 }
 
@@ -58,7 +58,7 @@ PTQ_INLINE Ints paired(const Ints& first, const Ints& second) {
 template <int BITS>
 struct Pairs : Planes<BITS> {
     using Planes<BITS>::plane, Planes<BITS>::above, Planes<BITS>::count, Planes<BITS>::half, Planes<BITS>::wide;
-    Ints low, high;
+    Dwords low, high;
 
     // get(i): channels i and i + half of a word, of the tokens of one block.
     PTQ_INLINE static Pairs of_channels(const Words& at, int64_t word) {
@@ -66,7 +66,7 @@ struct Pairs : Planes<BITS> {
         to.low = load_words(at.low + word * at.stride);
         if constexpr (above > 0) {
             const int64_t first = word * count;
-            const Ints x =
+            const Dwords x =
                 load_words(at.high + first / wide * at.stride) >> static_cast<uint32_t>(first % wide * above);
             to.high = ((x & 0xffu) | (x & 0xff00u) << 8) << plane;
         }
@@ -90,9 +90,9 @@ struct Pairs : Planes<BITS> {
         return to;
     }
 
-    PTQ_INLINE Ints get(int i) const {
+    PTQ_INLINE Dwords get(int i) const {
         constexpr uint32_t both = 0x10001;
-        const Ints x = low >> static_cast<uint32_t>(i * plane) & both * ((1u << plane) - 1);
+        const Dwords x = low >> static_cast<uint32_t>(i * plane) & both * ((1u << plane) - 1);
         if constexpr (above == 0)
             return x;
         else

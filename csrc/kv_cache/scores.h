@@ -90,10 +90,10 @@ PTQ_INLINE void score_blocks(const Side& k, int64_t index, int64_t head, int64_t
             keys[b] = Pairs<BITS>::of_channels({at.low + b * share, at.high + b * share, at.stride}, word);
 #pragma GCC unroll 8
         for (int i = 0; i < half; i++, x += ROWS) {
-            Ints key[COUNT];
+            Dwords key[COUNT];
             for (int b = 0; b < COUNT; b++) key[b] = keys[b].get(i);
             for (int r = 0; r < ROWS; r++)
-                for (int b = 0; b < COUNT; b++) acc[b][r] = dot(acc[b][r], Ints{} + x[r], key[b]);
+                for (int b = 0; b < COUNT; b++) acc[b][r] = dot(acc[b][r], Dwords{} + x[r], key[b]);
         }
     }
     for (int b = 0; b < COUNT; b++) {

@@ -13,7 +13,7 @@ constexpr int value_sums = 4;
 #endif
 
 // The sum of sixteen signed integers.
-inline int32_t sum_of(const Ints& x) {
+inline int32_t sum_of(const Dwords& x) {
 #if defined(__AVX2__)
     const __m256i eight = _mm256_add_epi32(first_eight(x), last_eight(x));
     const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
@@ -37,10 +37,10 @@ struct Weights {
     // minima of values times their weights. What rounding leaves over is given to the code in the middle.
     void take(int row, int64_t count, const float* weight, float largest, const Lanes& total, float minima, int bits) {
         const Integers rounded(largest, bits, chunk);
-        Ints taken{};
+        Dwords taken{};
         for (int64_t t = 0, i = row; t < count; t += 2 * block_tokens, i += ROWS) {
-            const Ints first = rounded.of(load(weight + t));
-            const Ints next = rounded.of(t + block_tokens < count ? load(weight + t + block_tokens) : Lanes{});
+            const Dwords first = rounded.of(load(weight + t));
+            const Dwords next = rounded.of(t + block_tokens < count ? load(weight + t + block_tokens) : Lanes{});
             taken += first + next - 2 * Integers::zero;
             store_vector(integers + i * lanes, paired(first, next));
         }
@@ -66,7 +66,7 @@ inline void sums_of(const SignedInts (&x)[value_sums], int32_t* out) {
         _mm256_hadd_epi32(_mm256_hadd_epi32(eight(0), eight(1)), _mm256_hadd_epi32(eight(2), eight(3)));
     store_vector(out, _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 #else
-    for (int i = 0; i < value_sums; i++) out[i] = sum_of((Ints)x[i]);
+    for (int i = 0; i < value_sums; i++) out[i] = sum_of((Dwords)x[i]);
 #endif
 }
 
@@ -78,14 +78,14 @@ PTQ_INLINE void value_tile(const Words& at, int64_t count, int64_t first, const 
     constexpr int step = std::min(Pairs<BITS>::half, CHANNELS);
     SignedInts acc[value_sums] = {};
     for (int64_t b = 0; b < count; b += 2) {
-        Ints weight[ROWS];
+        Dwords weight[ROWS];
         for (int r = 0; r < ROWS; r++) weight[r] = load_words(w.integers + (b / 2 * ROWS + r) * lanes);
 #pragma GCC unroll 8
         for (int g = 0; g < CHANNELS; g += step) {
             const auto values = Pairs<BITS>::of_tokens(at.from_block(b), first + g);
 #pragma GCC unroll 8
             for (int i = 0; i < step; i++) {
-                const Ints value = values.get(i);
+                const Dwords value = values.get(i);
                 for (int r = 0; r < ROWS; r++)
                     acc[r * CHANNELS + g + i] = dot(acc[r * CHANNELS + g + i], weight[r], value);
             }

@@ -27,7 +27,7 @@ class Blocks {
         for (int i = 0; i < at_once; i++) PTQ_UNROLL
         for (int j = 0; j < 2; j++) {  // always a load: all are on their way at once
             const int token = block(p, rows, i) * block_tokens + lane() / 4 * 2 + j;
-            found[i][j] = mask[token < p.length ? token : 0];
+            found[i][j] = mask[token < p.length ? token : 0] != 0;  // a bool that is true need not be 1
         }
         PTQ_UNROLL
         for (int i = 0; i < at_once; i++) bits |= (found[i][0] | found[i][1] << 2) << (4 * i);

@@ -16,13 +16,13 @@ namespace ptq::layer {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Floats = std::vector<double>;
-using Ints = std::vector<int64_t>;
+using Int64s = std::vector<int64_t>;
 
 // Keys and values: two tensors where they are plain, four where they are packed, seven with sinks.
 struct Cache {
     const Tensors& tensors;
     int64_t before;
-    const Ints& bits;
+    const Int64s& bits;
     double clip;
     const Tensors& factors;
     int64_t order;

@@ -33,23 +33,23 @@ inline Tensor columns(const Tensor& x, int64_t from, int64_t count) {
     const int64_t b = x.size(0), t = x.size(1), n = x.size(2);
     STD_TORCH_CHECK(from >= 0 && count >= 0 && from + count <= n, "layer: ", n, " columns do not have those from ",
                     from, " on, ", count, " of them");
-    return seen_as(x, Ints{b, t, count}, Ints{t * n, n, 1}, from);
+    return seen_as(x, Int64s{b, t, count}, Int64s{t * n, n, 1}, from);
 }
 
 // What a layer has besides its weights, as its op takes it. What follows refers to it.
 struct Constants {
     Tensors gains;
     Floats eps, offset;
-    Ints round_first;
+    Int64s round_first;
     Tensors biases;
-    Ints input_bits;
+    Int64s input_bits;
     Floats clips;
     Tensors su, factors;
-    Ints counts, orders;
+    Int64s counts, orders;
     Tensors sv, back_factors;
-    Ints back_counts, back_orders;
+    Int64s back_counts, back_orders;
     bool gelu;
-    Ints rows;
+    Int64s rows;
     Tensors moe;        // empty, or one that stands for experts
     int64_t gated;      // 0, or the size of the heads of queries, each of which has a gate behind it
     Tensors recurrent;  // empty, or what a delta net or a state space has besides these weights
@@ -102,8 +102,9 @@ struct Constants {
 class Sites {
   public:
     // The rows of the weights.
-    Sites(const Ints& n, const Constants& constants) : p_(constants), rows_(constants.rows), roles_(constants.roles()) {
-        const Ints& rows = rows_;
+    Sites(const Int64s& n, const Constants& constants)
+        : p_(constants), rows_(constants.rows), roles_(constants.roles()) {
+        const Int64s& rows = rows_;
         STD_TORCH_CHECK(rows.size() == roles_[site_count] || rows.size() == roles_[to_gate_up],
                         "layer: expected rows of ", roles_[site_count], " roles, or of ", roles_[to_gate_up]);
         for (size_t site = 0; site < site_count && roles_[site] < rows.size(); site++) {
@@ -147,7 +148,7 @@ class Sites {
 
   private:
     const Constants& p_;
-    const Ints& rows_;
+    const Int64s& rows_;
     const Roles& roles_;  // as they were when the layer was made
     std::vector<size_t> starts_{0}, inputs_{0};
 };
@@ -170,14 +171,15 @@ struct Norms {
         const int64_t d = p.gains[which].numel();
         if (!d || d == x.size(2)) return (*this)(x, which);
         STD_TORCH_CHECK(x.size(2) % d == 0, "layer: a norm of ", d, " for heads of ", x.size(2));
-        return reshaped((*this)(reshaped(compact(x), Ints{x.size(0), x.size(1), x.size(2) / d, d}), which), x.sizes());
+        return reshaped((*this)(reshaped(compact(x), Int64s{x.size(0), x.size(1), x.size(2) / d, d}), which),
+                        x.sizes());
     }
 };
 
 // Hadamard transforms of inputs or of products. An order of 0 is none; `signs` are empty, or one vector for each.
 class Transforms {
   public:
-    Transforms(const Tensors& signs, const Tensors& factors, const Ints& counts, const Ints& orders)
+    Transforms(const Tensors& signs, const Tensors& factors, const Int64s& counts, const Int64s& orders)
         : signs_(signs), orders_(orders) {
         STD_TORCH_CHECK(counts.size() == size() && (signs.empty() || signs.size() == size()), "layer: expected ",
                         size(), " transforms");
@@ -197,7 +199,7 @@ class Transforms {
 
   private:
     const Tensors& signs_;
-    const Ints& orders_;
+    const Int64s& orders_;
     std::vector<Tensors> factors_;
 };
 

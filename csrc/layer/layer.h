@@ -37,8 +37,8 @@ inline std::pair<Tensor, Tensor> halves_of_heads(const Tensor& x, int64_t d) {
     STD_TORCH_CHECK(n == heads * 2 * d, "layer: ", n, " rows are not heads of twice ", d);
     const Tensor whole = compact(x);
     const auto half = [&](int64_t from) {
-        const Tensor part = seen_as(whole, Ints{b, t, heads, d}, Ints{t * n, n, 2 * d, 1}, from);
-        return reshaped(compact(part), Ints{b, t, heads * d});
+        const Tensor part = seen_as(whole, Int64s{b, t, heads, d}, Int64s{t * n, n, 2 * d, 1}, from);
+        return reshaped(compact(part), Int64s{b, t, heads * d});
     };
     return {half(0), half(d)};
 }
@@ -230,11 +230,11 @@ class Layer final : public Decoder {
 template <class Weights>
 struct Together {
     Weights weights;
-    Ints n;
+    Int64s n;
 
     // hold(i, bias) gives one of weights [first, last).
     template <class Hold>
-    static Together of(size_t first, size_t last, const Ints& n, const Tensors& biases, const Hold& hold) {
+    static Together of(size_t first, size_t last, const Int64s& n, const Tensors& biases, const Hold& hold) {
         Together made;
         for (size_t i = first; i < last; i++) {
             const bool plain = biases.empty() || !biases[i - first].numel();
@@ -246,29 +246,49 @@ struct Together {
     Tensors operator()(const Seen& in, ScalarType dtype) const {
         const int64_t b = in.x.size(0), t = in.x.size(1), k = in.x.size(2), rows = b * t;
         Tensors results;
-        for (const int64_t each : n) results.push_back(fresh(Ints{rows, each}, dtype));
+        for (const int64_t each : n) results.push_back(fresh(Int64s{rows, each}, dtype));
         std::vector<experts::Product> products;
         for (size_t i = 0; i < results.size(); i++) products.push_back({i, 0, rows, results[i]});
-        weights.multiply({reshaped(compact(in.x), Ints{rows, k}), in.scale}, products);
-        for (Tensor& y : results) y = reshaped(y, Ints{b, t, y.size(1)});
+        weights.multiply({reshaped(compact(in.x), Int64s{rows, k}), in.scale}, products);
+        for (Tensor& y : results) y = reshaped(y, Int64s{b, t, y.size(1)});
         return results;
     }
 };
 
 // The op of a format, which is made of its weights' own arguments.
 template <class Format, class... Arguments>
-Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const Ints& round_first, const Tensors& biases,
-          const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
-          const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
-          const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, int64_t gated,
-          const Tensors& recurrent, double recurrent_eps, int64_t norm_groups, const Tensors& latent,
-          int64_t rope_layout, const Tensors& sinks, Arguments... weights) {
-    return Handles<Decoder>::keep(std::make_unique<Layer<Format>>(
-        Constants{gains,       eps,     offset,      round_first, biases, input_bits,   clips,
-                  su,          factors, counts,      orders,      sv,     back_factors, back_counts,
-                  back_orders, gelu,    rows,        moe,         gated,  recurrent,    recurrent_eps,
-                  norm_groups, latent,  rope_layout, sinks},
-        Format{weights...}));
+Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const Int64s& round_first,
+          const Tensors& biases, const Int64s& input_bits, const Floats& clips, const Tensors& su,
+          const Tensors& factors, const Int64s& counts, const Int64s& orders, const Tensors& sv,
+          const Tensors& back_factors, const Int64s& back_counts, const Int64s& back_orders, bool gelu,
+          const Int64s& rows, const Tensors& moe, int64_t gated, const Tensors& recurrent, double recurrent_eps,
+          int64_t norm_groups, const Tensors& latent, int64_t rope_layout, const Tensors& sinks, Arguments... weights) {
+    return Handles<Decoder>::keep(std::make_unique<Layer<Format>>(Constants{.gains = gains,
+                                                                            .eps = eps,
+                                                                            .offset = offset,
+                                                                            .round_first = round_first,
+                                                                            .biases = biases,
+                                                                            .input_bits = input_bits,
+                                                                            .clips = clips,
+                                                                            .su = su,
+                                                                            .factors = factors,
+                                                                            .counts = counts,
+                                                                            .orders = orders,
+                                                                            .sv = sv,
+                                                                            .back_factors = back_factors,
+                                                                            .back_counts = back_counts,
+                                                                            .back_orders = back_orders,
+                                                                            .gelu = gelu,
+                                                                            .rows = rows,
+                                                                            .moe = moe,
+                                                                            .gated = gated,
+                                                                            .recurrent = recurrent,
+                                                                            .recurrent_eps = recurrent_eps,
+                                                                            .norm_groups = norm_groups,
+                                                                            .latent = latent,
+                                                                            .rope_layout = rope_layout,
+                                                                            .sinks = sinks},
+                                                                  Format{weights...}));
 }
 
 }  // namespace ptq::layer

@@ -1,4 +1,7 @@
 // The kernels of one level: included after PTQ_LEVEL, the name of its table, is defined.
+#include <utility>
+
+#include "common/ldlq.h"
 #include "minifloat/lanes.h"
 
 namespace ptq::minifloat {
@@ -128,32 +131,12 @@ void decode(const Decode& p, int64_t first, int64_t last) {
 }
 
 void ldlq(const Ldlq& p, int64_t first, int64_t last) {
-    constexpr int64_t vectors = ldlq_strip / lanes;
     const Rounder round(p.element);
-    std::vector<float> errors(p.c * ldlq_strip);
-    for (int64_t strip = first; strip < last; strip++) {
-        const int64_t from = strip * ldlq_strip, width = std::min(ldlq_strip, p.n - from);
-        const auto read = [&](const float* row, int64_t v) {
-            return load(row + from + v * lanes, std::clamp(width - v * lanes, int64_t{0}, lanes));
-        };
-        for (int64_t j = p.c - 1; j >= 0; j--) {
-            Lanes target[vectors];
-            for (int64_t v = 0; v < vectors; v++) target[v] = read(p.target + j * p.n, v);
-            for (int64_t i = p.c - 1; i > j; i--) {
-                const Lanes f = fill(p.factor[j * p.c + i]);
-                for (int64_t v = 0; v < vectors; v++) target[v] += f * load(&errors[i * ldlq_strip + v * lanes], lanes);
-            }
-            for (int64_t v = 0; v * lanes < width; v++) {
-                const int64_t count = std::min(lanes, width - v * lanes);
-                const Lanes s = read(p.scale + p.group[j] * p.n, v);
-                const Rounded found = round(target[v] * (1.0f / s));
-                const Lanes e = read(p.w + j * p.n, v) - found.value * s;
-                std::memcpy(&errors[j * ldlq_strip + v * lanes], &e, sizeof e);
-                std::memcpy(p.error + j * p.n + from + v * lanes, &e, count * sizeof(float));
-                store_codes(p.codes + j * p.n + from + v * lanes, found.code, count);
-            }
-        }
-    }
+    ldlq_strips(p, first, last, [&](const Lanes& target, const Lanes& w, const auto& of) {
+        const Lanes s = of(p.scale);
+        const Rounded found = round(target * (1.0f / s));
+        return std::pair((Dwords)found.code, w - found.value * s);
+    });
 }
 
 }  // namespace

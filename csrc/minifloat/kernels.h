@@ -61,8 +61,6 @@ struct Ldlq {
     Element element;
 };
 
-constexpr int64_t ldlq_strip = 64;  // rows of W that one unit of `ldlq` takes
-
 // Each works on units [first, last): rows of W, or strips of them.
 struct Kernels {
     void (*fit)(const Fit&, int64_t first, int64_t last);

@@ -15,16 +15,14 @@
 namespace ptq::minifloat {
 namespace {
 
-using Ints = SignedInts;
-
 inline float number(const float* from) {
     return *from;
 }
-inline void store_codes(uint8_t* to, Ints codes, int64_t count) {
+inline void store_codes(uint8_t* to, SignedInts codes, int64_t count) {
     store_bytes(to, (Dwords)codes, count);
 }
 inline Lanes magnitude(Lanes x) {
-    return (Lanes)((Ints)x & 0x7fffffff);
+    return (Lanes)((SignedInts)x & 0x7fffffff);
 }
 inline double sum(Lanes x) {
     double total = 0;
@@ -43,7 +41,7 @@ inline float largest_of(Element e) {
 // numbers around x are multiples of 2^(E - mantissa): `count` of them, and codes count them too.
 struct Rounded {
     Lanes value;  // the nearest number, halves to the even mantissa
-    Ints code;
+    SignedInts code;
 };
 struct Rounder {
     Lanes largest;
@@ -54,14 +52,14 @@ struct Rounder {
 
     Rounded operator()(Lanes x) const {
         const Lanes u = min(magnitude(x), largest);  // NaN becomes the largest
-        const Ints field = (Ints)u >> 23, at_least = Ints{} + first;
-        const Ints power = chosen(field > at_least, field, at_least);
+        const SignedInts field = (SignedInts)u >> 23, at_least = SignedInts{} + first;
+        const SignedInts power = chosen(field > at_least, field, at_least);
         const Lanes inverse = (Lanes)((254 + mantissa - power) << 23);
         const Lanes step = (Lanes)((power - mantissa) << 23);
         const Lanes count = (u * inverse + 8388608.0f) - 8388608.0f;  // 2^23: the fraction is rounded off
         const Dwords sign = (Dwords)x & 0x80000000u;
-        const Ints code = converted<Ints>(count) + ((power - first) << mantissa);
-        return {(Lanes)((Dwords)(count * step) | sign), code | (Ints)(sign >> sign_shift)};
+        const SignedInts code = converted<SignedInts>(count) + ((power - first) << mantissa);
+        return {(Lanes)((Dwords)(count * step) | sign), code | (SignedInts)(sign >> sign_shift)};
     }
 };
 

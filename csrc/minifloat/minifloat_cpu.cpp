@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/cpu_level.h"
+#include "common/ldlq.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
 #include "minifloat/kernels.h"

@@ -10,10 +10,11 @@
 namespace ptq::minifloat_tiled {
 namespace {
 
-Tensor compute(const Tensor& x, const experts::Ints& tokens, const experts::Ints& counts, const experts::Shares& shares,
-               const Tensors& tiles, const Tensors& scale, int64_t width, int64_t exponent, int64_t mantissa,
-               int64_t group_size, int64_t input_bits, double clip, const Tensors& factors, int64_t order,
-               int64_t down_bits, double down_clip, const Tensors& biases, const experts::Shares& clamped) {
+Tensor compute(const Tensor& x, const experts::Int64s& tokens, const experts::Int64s& counts,
+               const experts::Shares& shares, const Tensors& tiles, const Tensors& scale, int64_t width,
+               int64_t exponent, int64_t mantissa, int64_t group_size, int64_t input_bits, double clip,
+               const Tensors& factors, int64_t order, int64_t down_bits, double down_clip, const Tensors& biases,
+               const experts::Shares& clamped) {
     const experts::Rows rows{tokens, counts, shares};
     const experts::Inside inside{biases, clamped};
     experts::check(x, rows, tiles.size(), inside);

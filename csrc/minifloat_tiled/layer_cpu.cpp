@@ -10,7 +10,7 @@ namespace {
 
 struct Layers {
     Tensors tiles, scale;
-    layer::Ints n;
+    layer::Int64s n;
     int64_t exponent, mantissa, group_size;
 
     using Prepared = layer::Together<Weights>;
@@ -29,5 +29,5 @@ struct Layers {
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     using namespace ptq;
     m.impl("minifloat_layer", TORCH_BOX((&layer::op<minifloat_tiled::Layers, const Tensors&, const Tensors&,
-                                                    const layer::Ints&, int64_t, int64_t, int64_t>)));
+                                                    const layer::Int64s&, int64_t, int64_t, int64_t>)));
 }

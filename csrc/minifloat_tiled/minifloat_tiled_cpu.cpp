@@ -57,26 +57,32 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
 void many_floats(const Floats& p) {
     const Kernels& level = kernels();
     const bool pairs = level.unpack_pairs && gemm::are_pairs(p.x_type);
-    gemm::multiply_panels({panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
-                           pairs ? gemm::Mode::pairs : gemm::Mode::floats, p.x, p.x_type, p.t, p.w.k, p.token_scale,
-                           p.bias, p.out, p.out_type});
+    gemm::multiply_panels({.w = panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
+                           .mode = pairs ? gemm::Mode::pairs : gemm::Mode::floats,
+                           .x = p.x,
+                           .x_type = p.x_type,
+                           .t = p.t,
+                           .k = p.w.k,
+                           .token_scale = p.token_scale,
+                           .bias = p.bias,
+                           .out = p.out,
+                           .out_type = p.out_type});
 }
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const gemm::Unpack units = p.t > few_units ? gemm::for_units<signed_bytes_amx>() : nullptr;
-    gemm::Product product{panels_of(p.w, units ? units : kernels().unpack_bytes),
-                          gemm::Mode::quads,
-                          nullptr,
-                          Number::float32,
-                          p.t,
-                          from.k,
-                          p.q_scale,
-                          p.bias,
-                          p.out,
-                          p.out_type,
-                          from};
-    product.by_vectors = !units;
-    gemm::multiply_panels(product);
+    gemm::multiply_panels({.w = panels_of(p.w, units ? units : kernels().unpack_bytes),
+                           .mode = gemm::Mode::quads,
+                           .x = nullptr,
+                           .x_type = Number::float32,
+                           .t = p.t,
+                           .k = from.k,
+                           .token_scale = p.q_scale,
+                           .bias = p.bias,
+                           .out = p.out,
+                           .out_type = p.out_type,
+                           .from = from,
+                           .by_vectors = !units});
 }
 
 // x (contiguous, float32 or bfloat16) times the weight, into `out`.

@@ -70,6 +70,9 @@ Tensor delta_net_step(const Tensor& x, const Tensor& qkv, const Tensor& z, const
 
     STD_TORCH_CHECK(net.conv.dim() == 3 && net.conv.size(1) == 1,
                     "delta_net_step: expected conv [channels, 1, kernel]");
+    check_tensor("delta_net_step", "state", state, ScalarType::Float, {rows, heads, dk, dv});  // before any is moved
+    check_tensor("delta_net_step", "gain", net.gain, x.scalar_type(), {dv});
+    STD_TORCH_CHECK(state.is_contiguous(), "delta_net_step: state must be contiguous");
     const Tensor kernel = reshaped(compact(net.conv), Sizes{net.conv.size(0), net.conv.size(2)});
     const Tensor seen = reshaped(compact(qkv), Sizes{rows, channels, 1});
     const Tensor mixed = conv_step(seen, conv_state, kernel, net.conv_bias, true);

@@ -49,8 +49,12 @@ void load_queries(const Attention& p, const Rows& rows, const Scratch& scratch) 
 // Whether any row sees any of the keys [at, at + keys).
 bool is_seen(const Attention& p, const Rows& rows, int64_t at, int64_t keys) {
     if (!p.mask) return true;
-    for (int64_t token = rows.row / p.groups; token <= (rows.row + rows.count - 1) / p.groups; token++)
-        if (std::memchr(p.mask + rows.b * p.mask_batch + token * p.mask_token + at, 1, keys)) return true;
+    for (int64_t token = rows.row / p.groups; token <= (rows.row + rows.count - 1) / p.groups; token++) {
+        const uint8_t* mask = p.mask + rows.b * p.mask_batch + token * p.mask_token + at;
+        uint8_t any = 0;  // a bool that is true need not be 1
+        for (int64_t s = 0; s < keys; s++) any |= mask[s];
+        if (any) return true;
+    }
     return false;
 }
 

@@ -18,7 +18,7 @@ struct Tokens {
     bool by_warp;  // a warp for each token, else a block
     bool few;      // tokens: then what they wait for counts
     bool aligned;  // all pointers and rows are multiples of 16 bytes
-    activations::Grid8 grid;
+    activations::Quantizer grid;
 };
 // The token is read again in every pass, from the L1 cache.
 template <class T, bool quantised>

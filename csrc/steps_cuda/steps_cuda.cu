@@ -2,7 +2,7 @@
 // ptq/ops/steps.py and ptq/ops/input_steps.py.
 #include <tuple>
 
-#include "activations/grid8_cuda.h"
+#include "activations/checked.h"
 #include "hadamard/hadamard_cuda.h"
 #include "steps_cuda/input_kernel.cuh"
 #include "steps_cuda/rotary.cuh"
@@ -64,7 +64,7 @@ std::vector<Tensor> plain_input(Source& s, int64_t bits, double clip) {
     const bool is_aligned = s.aligned && cuda::is_aligned(p.x);
     p.aligned = is_aligned && k % unit == 0;
     if (bits) {
-        p.grid = activations::grid8(s.op, bits, clip);
+        p.grid = activations::quantizer(s.op, bits, clip);
         out.push_back(cuda::empty_like_device({sizes.data(), sizes.size() - 1}, ScalarType::Float, s.x));
         p.scale = static_cast<float*>(out[1].mutable_data_ptr());
     }

@@ -1,4 +1,5 @@
-// The tiles of an integer weight in memory, layout version 1, and how the codes come out of them. No torch here.
+// The tiles of weights whose codes have 2 to 8 bits, integers and small floats, layout version 1, and how the codes
+// come out of them. No torch here.
 //
 // W[n, k] is padded with zeros to whole super-blocks of 16 rows x 32 columns. A super-block takes 64 * bits bytes:
 // the code's bits are cut into planes, the widest first, which holds the lowest bits:
@@ -8,11 +9,11 @@
 // super-block are its quad i: one dword for each row, which `vpdpbusd` multiplies with four activations.
 //
 // In memory: [row tile][super-block along k][plane][vector]. Beside it, for g groups in a row:
-//     scale  uint16 [row tile][g][16]  bits of bfloat16
+//     scale  uint16 [row tile][g][16]  bits of bfloat16 (other scales: docs/format.md, section 10)
 //     zero   uint8  [row tile][g][16]  only if asymmetric; else zero is 2^(bits - 1)
 // A group is a multiple of 32 columns, or the whole row. Each thread reads its row tiles as one contiguous stream.
 //
-// Everything here is included once per instruction set, into an anonymous namespace.
+// Kernels include it once per instruction set, so all is in an anonymous namespace; host code takes the sizes alone.
 #pragma once
 
 #include <cstdint>

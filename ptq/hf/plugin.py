@@ -101,7 +101,10 @@ class PtqQuantizer(HfQuantizer):
         for own in own_names(model, self.quantization_config.entries_in(model.config)).values():
             module = model.get_submodule(own)
             assert isinstance(module, PackedWeight), own
-            module.prepack()  # one after the other, so that no two copies of the model are ever in memory
+            try:
+                module.prepack()  # one after the other, so that no two copies of the model are ever in memory
+            except InputError as error:
+                raise InputError(f"{own}: {error}") from None
         huge_pages.take_out_of_files(m for m in model.modules() if isinstance(m, (nn.Linear, PackedWeight)))
         huge_pages.use(model.parameters())
         _keep_forks_alive()

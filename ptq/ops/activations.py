@@ -23,6 +23,8 @@ from ptq.ops.op_declarations import call, reference_of, refuse_gradient
 
 TINY = 1e-30
 """Below this the scale could underflow."""
+LEAST_CLIP = 1e-5
+"""Of less the inverse of a scale could overflow."""
 
 _Quantized = tuple[Int8[Tensor, "*batch k"], Float32[Tensor, "*batch"]]
 
@@ -68,8 +70,8 @@ def parse(entry: object) -> Activation:
 def _check(bits: object, clip: object) -> None:
     if type(bits) is not int or not 2 <= bits <= 8:
         raise InputError(f"activation bits must be 2 to 8, found {bits!r}")
-    if not isinstance(clip, int | float) or type(clip) is bool or not 0 < clip <= 1:
-        raise InputError(f"the activation clip must be above 0 and at most 1, found {clip!r}")
+    if not isinstance(clip, int | float) or type(clip) is bool or not LEAST_CLIP <= clip <= 1:
+        raise InputError(f"the activation clip must be {LEAST_CLIP:g} to 1, found {clip!r}")
 
 
 # --- ops ------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ptq.ops.input_steps import Treatment, treated
@@ -53,6 +54,24 @@ def gated(gate: Tensor, up: Tensor, clamped: Sequence[float]) -> Tensor:
     return torch.ops.ptq.clamped_swiglu(gate, up, *clamped) if clamped else torch.ops.ptq.silu_mul(gate, up)
 
 
+def summed(
+    x: Float[Tensor, "t k"],
+    tokens: list[int],
+    counts: list[int],
+    shares: list[float],
+    expert: Callable[[int, Tensor], Tensor],
+) -> Float[Tensor, "t k"]:
+    """What every token gets of its experts. `expert(number, rows of x)` gives what one makes of its tokens."""
+    total, row = torch.zeros_like(x), 0
+    for number, rows in enumerate(counts):
+        here = tokens[row : row + rows]
+        y = expert(number, x[here])
+        for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
+            total[token] += (each.float() * share).to(x.dtype)
+        row += rows
+    return total
+
+
 def declare_experts(
     format: str, weights: str, numbers: str, floats: Callable[..., Tensor], integers: Callable[..., Tensor]
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -61,14 +80,14 @@ def declare_experts(
     `weights` and `numbers` are the parts of the schema that name the lists of tensors and the numbers of the format.
     `floats(x, weight ..., bias, n, numbers ...)` and `integers(q, q_scale, weight ..., bias, n, numbers ..., dtype)`
     give one product. Returns their references."""
-    lists, count = weights.count("Tensor[]"), numbers.count(",") + 1
+    lists, sizes = weights.count("Tensor[]"), numbers.count(",") + 1
 
     def reference(x, tokens, counts, shares, *rest):
-        parts, width, format = rest[:lists], rest[lists], rest[lists + 1 : lists + 1 + count]
-        input_bits, clip, factors, order, down_bits, down_clip, biases, clamped = rest[lists + 1 + count :]
+        parts, width, format = rest[:lists], rest[lists], rest[lists + 1 : lists + 1 + sizes]
+        input_bits, clip, factors, order, down_bits, down_clip, biases, clamped = rest[lists + 1 + sizes :]
         gate_input = Treatment(None, [], 0, input_bits, clip)
         down_input = Treatment(None, factors, order, down_bits, down_clip)
-        total, row = torch.zeros_like(x), 0
+        count = len(counts)
 
         def product(into: tuple[Tensor, ...], place: int, n: int) -> Tensor:
             weight = [part[place] if part else None for part in (*parts, biases)]
@@ -76,16 +95,13 @@ def declare_experts(
                 floats(*into, *weight, n, *format) if len(into) == 1 else integers(*into, *weight, n, *format, x.dtype)
             )
 
-        for expert, rows in enumerate(counts):
-            here = tokens[row : row + rows]
-            into = treated(x[here], *gate_input)
-            gate, up = (product(into, place, width) for place in (expert, len(counts) + expert))
+        def expert(number: int, here: Tensor) -> Tensor:
+            into = treated(here, *gate_input)
+            gate, up = (product(into, place, width) for place in (number, count + number))
             into = treated(gated(gate, up, clamped), *down_input)
-            y = product(into, 2 * len(counts) + expert, x.shape[1])
-            for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
-                total[token] += (each.float() * share).to(x.dtype)
-            row += rows
-        return total
+            return product(into, 2 * count + number, x.shape[1])
+
+        return summed(x, tokens, counts, shares, expert)
 
     def compute(x, experts, rows, *rest):
         *others, biases, clamped = rest[lists:]

@@ -78,6 +78,9 @@ class LaidOut(Format):
         that says what they were made from."""
         ...
 
+    def check_values(self, parts: Parts) -> None:
+        """All are right but for formats that say something else."""
+
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, from stored parts or another layout: on a CPU tiles, on a GPU fragments.
         Elsewhere, and where these do not fit the groups, the stored parts."""

@@ -10,7 +10,7 @@ using ptq::test::Buffer;
 extern "C" const char* test_hadamard(int mode, int backwards, const void* in, void* out, float* token_scale,
                                      int element, const int64_t* sizes, const void* signs, int transpose, int factors,
                                      const int64_t* factor_order, const uint8_t* const* codes, int64_t doublings,
-                                     double scale, const float* grid8, int processors, int misalign) {
+                                     double scale, const float* quantizer, int processors, int misalign) {
     ptq::cuda::machine.backwards = backwards;
     ptq::cuda::machine.most_shared = ptq::cuda::hopper_shared;
     const Element e = static_cast<Element>(element);
@@ -39,7 +39,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
     t.scale = scale;
     t.aligned = !misalign;
     t.token_scale = quantised ? static_cast<float*>(scales.data()) : nullptr;
-    if (quantised) t.grid8 = {grid8[0], grid8[1], grid8[2]};
+    if (quantised) t.quantizer = {quantizer[0], quantizer[1], quantizer[2]};
     const char* error = nullptr;
     if (mode == 0 || mode == 2) {
         Transform p;
@@ -50,7 +50,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
         error = run_general(t, first.data(), second.data(), nullptr, quantised ? number.data() : nullptr);
         if (!error && quantised)
             error = ptq::activations::quantize({number.data(), static_cast<int8_t*>(y.data()), t.token_scale, outer,
-                                                static_cast<int>(blocks * order), 0, t.aligned, t.grid8},
+                                                static_cast<int>(blocks * order), 0, t.aligned, t.quantizer},
                                                4, false, nullptr);
     }
     y.give(out);
@@ -60,7 +60,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
 
 // ptq::quantize_tokens
 extern "C" const char* test_quantize(int backwards, const void* in, int8_t* q, float* scale, int element,
-                                     int64_t tokens, int k, const float* grid8, int misalign) {
+                                     int64_t tokens, int k, const float* quantizer, int misalign) {
     ptq::cuda::machine.backwards = backwards;
     ptq::cuda::machine.most_shared = ptq::cuda::hopper_shared;
     const Element e = static_cast<Element>(element);
@@ -73,7 +73,7 @@ extern "C" const char* test_quantize(int backwards, const void* in, int8_t* q, f
                                                     k,
                                                     0,
                                                     !misalign,
-                                                    {grid8[0], grid8[1], grid8[2]}},
+                                                    {quantizer[0], quantizer[1], quantizer[2]}},
                                                    size_of(e), e == Element::float16, nullptr);
     y.give(q);
     s.give(scale);

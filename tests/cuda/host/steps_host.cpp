@@ -30,7 +30,7 @@ const char* first_of(const char* error, std::initializer_list<const Buffer*> buf
 // without regard to tokens.
 extern "C" const char* test_input(int backwards, int type, const void* x, const void* added, const void* gain,
                                   const void* up, const float* signs, void* sum, void* out, float* scale, int tokens,
-                                  int blocks, int order, const float* norm, int round_first, const float* grid8,
+                                  int blocks, int order, const float* norm, int round_first, const float* quantizer,
                                   int factors, const int64_t* factor_order, const uint8_t* const* codes,
                                   int64_t doublings, int processors, int misalign, int flat) {
     machine.backwards = backwards;
@@ -49,7 +49,7 @@ extern "C" const char* test_input(int backwards, int type, const void* x, const 
              norm[0],
              norm[1],
              round_first != 0};
-    const ptq::activations::Grid8 grid{grid8[0], grid8[1], grid8[2]};
+    const ptq::activations::Quantizer grid{quantizer[0], quantizer[1], quantizer[2]};
     float* token_scale = scale ? static_cast<float*>(scales.data()) : nullptr;
     const char* error = nullptr;
     if (flat) {
@@ -73,7 +73,7 @@ extern "C" const char* test_input(int backwards, int type, const void* x, const 
             t.codes.push_back(static_cast<const uint8_t*>(code_buffers.back().data()));
         }
         t.doublings = doublings, t.scale = 1 / std::sqrt(static_cast<double>(order));
-        t.token_scale = token_scale, t.grid8 = grid, t.aligned = !misalign;
+        t.token_scale = token_scale, t.quantizer = grid, t.aligned = !misalign;
         ptq::hadamard::Transform p;
         if (!plan(t, {processors, hopper_shared, hopper_shared}, p)) return "the fast kernel does not take this";
         error = run_fast(p, t, nullptr);
