@@ -8,6 +8,8 @@
 The products are those of `fp6.tiled_ops`: `minifloat_linear_fragments` is W6A16, whose kernels differ from the
 reference in the last bits; `minifloat_quantized_fragments` is W6A8, the same to the bit where the element's numbers fit
 int8 and a row has one scale.
+
+Up to 8 bfloat16 tokens must lie below 2^48 (`csrc/fragments_cuda/weights.cuh`): what is larger becomes infinity.
 """
 
 import functools

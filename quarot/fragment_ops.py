@@ -8,6 +8,8 @@
 The products are those of `quarot.tiled_ops`: `integer_linear_fragments` for floats, whose kernels differ from the
 reference in the last bits, and `integer_quantized_fragments` for quantised tokens, the same to the bit where a row has
 one scale; the float32 sums of several groups are added in another order.
+
+Up to 8 bfloat16 tokens must lie below 2^48 (`csrc/fragments_cuda/weights.cuh`): what is larger becomes infinity.
 """
 
 import functools

@@ -103,7 +103,7 @@ def decode(scale: UInt8[Tensor, "n _"]) -> tuple[Float32[Tensor, "n 1"], Float32
     return step, scale[:, 1:].contiguous().view(torch.int8).float()
 
 
-def check_multiples(scale: Int16[Tensor, "n *_"] | UInt8[Tensor, "n *_"]) -> None:
+def check_multiples(scale: Int16[Tensor, "..."] | UInt8[Tensor, "..."]) -> None:
     """Raise InputError where scales, stored or of a layout, have a multiple that kernels have no room for."""
     if scale.dtype == torch.uint8 and scale.numel():
         largest = int(scale[:, 1:].view(torch.int8).short().abs().max())

@@ -43,10 +43,10 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
 }
 
 void many_tokens(const Quantized& p) {
-    const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
-    const gemm::Panels panels = panels_of(p.w, units ? units : kernels().unpack_bytes);
+    const gemm::Unpack amx = gemm::amx_unpack<signed_bytes_amx>();
+    const gemm::Panels panels = panels_of(p.w, amx ? amx : kernels().unpack_bytes);
     gemm::multiply_panels({.w = panels,
-                           .mode = !units && are_wide(p.w.bits) ? gemm::Mode::wide : gemm::Mode::quads,
+                           .mode = !amx && are_wide(p.w.bits) ? gemm::Mode::wide : gemm::Mode::quads,
                            .x = nullptr,
                            .x_type = Number::float32,
                            .t = p.t,

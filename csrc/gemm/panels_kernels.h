@@ -20,16 +20,16 @@ enum class Mode {
     wide,     // the same, up to 255, which costs more without VNNI; not for AMX
 };
 // Whether tokens meet the tiles of AMX.
-inline bool on_units(Number x) {
+inline bool on_amx(Number x) {
     return x == Number::bfloat16 && cpu_level() == CpuLevel::amx;
 }
 // Whether many tokens are multiplied in pairs, where a level has them.
 inline bool are_pairs(Number x) {
-    return x == Number::bfloat16 && (on_units(x) || !has_slow_pairs());
+    return x == Number::bfloat16 && (on_amx(x) || !has_slow_pairs());
 }
 // How many tokens of floating-point numbers are few, and do not come here; with AMX fewer.
 inline int64_t few_floats(Number x, int64_t few) {
-    return on_units(x) ? 3 : few;
+    return on_amx(x) ? 3 : few;
 }
 constexpr bool are_integers(Mode mode) {
     return mode == Mode::quads || mode == Mode::nibbles || mode == Mode::wide;
@@ -45,7 +45,7 @@ constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the 
 using Unpack = void (*)(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel);
 // What a format has for AMX, where bytes are signed: its quads without `byte_offset`; null at other levels.
 template <const Unpack& signed_bytes>
-Unpack for_units() {
+Unpack amx_unpack() {
     static constexpr Unpack none = nullptr;
     return at_level<none, none, none, none, none, none, signed_bytes>();
 }

@@ -43,7 +43,7 @@ void add_products(Channels c, const float* others, const Tensor& sum, int64_t di
     p.out = sum.mutable_data_ptr(), p.out_type = Number::float32;
     p.add = true, p.diagonal = diagonal;
     Tensor turned;
-    if (c.pairs && gemm::on_units(Number::bfloat16)) {
+    if (c.pairs && gemm::on_amx(Number::bfloat16)) {
         const int64_t blocks = (rows + tile_rows - 1) / tile_rows;
         turned = torch::stable::empty({blocks * tile_rows, c.steps}, ScalarType::Int);
         auto* to = static_cast<uint32_t*>(turned.mutable_data_ptr());

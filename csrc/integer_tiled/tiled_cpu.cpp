@@ -78,15 +78,15 @@ gemm::Panels panels_of_bytes(const Weight& w, std::vector<uint16_t>& steps) {
 }
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
-    const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
+    const gemm::Unpack amx = gemm::amx_unpack<signed_bytes_amx>();
     std::vector<uint16_t> steps;
     gemm::Panels panels = panels_of(p.w, nullptr);
-    const bool bytes = p.w.multiples && (units || p.t > panels.direct.tokens);
+    const bool bytes = p.w.multiples && (amx || p.t > panels.direct.tokens);
     if (bytes) panels = panels_of_bytes(p.w, steps);
     const int bits = bytes ? 8 : p.w.bits;
-    const bool nibbles = !units && bits <= 4, wide = !units && bits == 8;
+    const bool nibbles = !amx && bits <= 4, wide = !amx && bits == 8;
     const gemm::Mode mode = nibbles ? gemm::Mode::nibbles : wide ? gemm::Mode::wide : gemm::Mode::quads;
-    panels.unpack = units ? units : kernels().unpack_bytes;
+    panels.unpack = amx ? amx : kernels().unpack_bytes;
     gemm::multiply_panels({.w = panels,
                            .mode = mode,
                            .x = nullptr,

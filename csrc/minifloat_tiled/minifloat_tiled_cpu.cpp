@@ -23,10 +23,10 @@ extern const gemm::Unpack signed_bytes_amx;
 
 namespace {
 
-constexpr int64_t few_floats = 8;  // more go to gemm/,
-constexpr int64_t few_slow = 5;    // in pairs that are slow,
-constexpr int64_t few_tokens = 4;  // of integers
-constexpr int64_t few_units = 8;   // of them: tiles of AMX are slower
+constexpr int64_t few_floats = 8;   // more go to gemm/,
+constexpr int64_t few_slow = 5;     // in pairs that are slow,
+constexpr int64_t few_tokens = 4;   // of integers
+constexpr int64_t few_for_amx = 8;  // of them: tiles of AMX are slower
 
 }  // namespace
 
@@ -70,8 +70,8 @@ void many_floats(const Floats& p) {
 }
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
-    const gemm::Unpack units = p.t > few_units ? gemm::for_units<signed_bytes_amx>() : nullptr;
-    gemm::multiply_panels({.w = panels_of(p.w, units ? units : kernels().unpack_bytes),
+    const gemm::Unpack amx = p.t > few_for_amx ? gemm::amx_unpack<signed_bytes_amx>() : nullptr;
+    gemm::multiply_panels({.w = panels_of(p.w, amx ? amx : kernels().unpack_bytes),
                            .mode = gemm::Mode::quads,
                            .x = nullptr,
                            .x_type = Number::float32,
@@ -82,7 +82,7 @@ void many_tokens(const Quantized& p, const gemm::Tokens& from) {
                            .out = p.out,
                            .out_type = p.out_type,
                            .from = from,
-                           .by_vectors = !units});
+                           .by_vectors = !amx});
 }
 
 // x (contiguous, float32 or bfloat16) times the weight, into `out`.

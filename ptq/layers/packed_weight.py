@@ -10,6 +10,7 @@ from ptq.errors import InputError
 from ptq.ops.op_declarations import lasting
 from ptq.weights import formats
 from ptq.weights.formats import Format
+from ptq.weights.layouts import LaidOut
 from ptq.weights.prepacked import PrepackedFormat
 
 GUARD = "weight"
@@ -61,7 +62,8 @@ class PackedWeight(nn.Module):
         if not any(tensor.is_meta for tensor in parts.values()):
             with lasting():  # also where a model is loaded in inference mode
                 own = {part: tensor.clone() if tensor.is_inference() else tensor for part, tensor in parts.items()}
-                self.file_format.check_values(own)
+                if isinstance(self.format, LaidOut):
+                    self.format.check_values(own)
                 packed = self.file_format.prepack(own, next(iter(own.values())).device)
             if packed.keys() != parts.keys() or any(tensor.is_inference() for tensor in parts.values()):
                 self._hold(packed)

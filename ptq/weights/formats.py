@@ -129,10 +129,6 @@ class Format(Protocol):
         """x Wᵀ + bias, in the dtype of x."""
         ...
 
-    def check_values(self, parts: Parts) -> None:
-        """Raise InputError where parts of a file, of either kind, hold numbers that kernels have no room for."""
-        ...
-
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """The parts as the kernels of a device want them, maybe under other names; called once after loading. `linear`,
         `unpack` and `dequantize` take either kind."""
@@ -207,9 +203,6 @@ class DenseFormat:
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
         return matmul.linear(x, parts["dense"].to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-    def check_values(self, parts: Parts) -> None:
-        pass
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         return {part: tensor.to(device) for part, tensor in parts.items()}

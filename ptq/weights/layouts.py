@@ -79,7 +79,7 @@ class LaidOut(Format):
         ...
 
     def check_values(self, parts: Parts) -> None:
-        """All are right but for formats that say something else."""
+        """Raise InputError where parts, stored or of a layout, hold numbers that kernels have no room for."""
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, from stored parts or another layout: on a CPU tiles, on a GPU fragments.

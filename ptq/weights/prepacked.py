@@ -110,9 +110,6 @@ class PrepackedFormat:
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
         return self.inner.linear(x, parts, bias)
 
-    def check_values(self, parts: Parts) -> None:
-        self.inner.check_values(parts)
-
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """The parts as they are. Raises InputError on a device that is not the target's."""
         kind = torch.device(device).type
