@@ -162,15 +162,22 @@ def _quality(model: str, recipe: Recipe, result: "Result") -> str:
     kl, places = result.kl, f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
-        growth = f"about {math.expm1(kl):+.1%} of" if kl < 1 else "more than twice the"
+        growth = "more than twice the perplexity" if kl >= 1 else _growth(result)
         lost = "" if kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
         found = f"KL from the original: {with_error(kl, result.kl_standard_error)} nats per token"
-        return f"{found} of a few rows of {result.text}, {growth} perplexity{lost}{more}"
+        return f"{found} of a few rows of {result.text}, {growth}{lost}{more}"
     if not companions.has_tokenizer(result.out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
         )
     return f"its quality was not measured, for want of text: `quantize verify {places} --text FILE` does"
+
+
+def _growth(result: "Result") -> str:
+    if result.perplexity is None or result.original_perplexity is None:
+        return f"about {math.expm1(result.kl):+.1%} of perplexity"
+    growth = result.perplexity / result.original_perplexity - 1
+    return f"perplexity {result.original_perplexity:.3f} to {result.perplexity:.3f} ({growth:+.1%})"
 
 
 def is_first_process() -> bool:
@@ -181,8 +188,7 @@ def is_first_process() -> bool:
 def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> None:
     """Print the plan as a table on stdout, and what else there is to say about it on stderr."""
     from ptq.ops.hadamard import construction
-    from ptq.pipeline import pipeline
-    from ptq.pipeline.needs import needs_text
+    from ptq.pipeline import needs, pipeline
     from ptq.pipeline.progress import console
     from ptq.pipeline.work import RECORD
     from ptq.reporting import console_tables
@@ -200,16 +206,18 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
         typer.echo(console_tables.residual_line(construction(plan.online_residual.order)))
     if plan.cache is not None:
         typer.echo(console_tables.cache_line(asdict(plan.cache)))
-    needs = pipeline.estimate(target, model, recipe)
-    console.print(str(needs), soft_wrap=True)
+    if (bits := needs.bits_per_weight(plan)) is not None:
+        typer.echo(f"{bits:.3f} bits per quantised weight")
+    estimate = pipeline.estimate(target, model, recipe)
+    console.print(str(estimate), soft_wrap=True)
     if (source.path_of(out) / RECORD).is_file():
         state = "holds a result: the command that made it has nothing left to do, any other is refused"
         console.print(f"{out}: {state}", soft_wrap=True)
-    elif refusal := pipeline.refusal(needs, folder, out, options):
+    elif refusal := pipeline.refusal(estimate, folder, out, options):
         console.print(f"here and now the command would refuse: {refusal}", soft_wrap=True)
     if missing:
         console.print(f"its weights are not here yet: the command itself fetches {missing / 1e9:.1f} GB from the hub")
-    if recipe.calibration is None and model != "demo" and needs_text(plan, recipe):
+    if recipe.calibration is None and model != "demo" and needs.needs_text(plan, recipe):
         console.print("to do this, the command needs --calibration TEXT")
 
 

@@ -94,7 +94,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing tensor": (edit_tensors(lambda t: t.pop(NAME)), f"has no tensor '{NAME}'"),
     "missing bias": (edit_tensors(lambda t: t.pop(BIAS)), f"has no tensor '{BIAS}', but its config.json promises it"),
     "surplus bias": (edit_config(attention_bias=False), "does not promise it"),
-    "unclaimed tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(3))), "claims tensor 'extra'"),
+    "unclaimed tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(3))), "tensor 'extra' is nothing"),
     "fewer blocks than there are": (edit_config(num_hidden_layers=1), "config.json promises 1 blocks, 0 to 0"),
     "tokenizer that is no JSON": (
         lambda folder: (folder / "tokenizer.json").write_text('{"broken"'), "tokenizer.json: not valid JSON"

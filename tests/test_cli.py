@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 import ptq
 from ptq import cli
 from ptq.kv.kv_cache import CacheQuantization
-from ptq.pipeline import preflight
+from ptq.pipeline import preflight, progress
 from ptq.pipeline.result import Result
 from quarot.plan import QuarotRecipe
 
@@ -191,11 +192,17 @@ def test_what_a_late_refusal_leaves_is_named(tiny: Path, tmp_path: Path) -> None
 
 
 def test_a_model_that_has_lost_much_is_told() -> None:
+    recipe = QuarotRecipe(calibration="a.txt")
+
+    def result(kl: float, error: float | None = None) -> Result:
+        return Result(Path("OUT"), 4.0, 9, rotation_error=0.0, kl=kl, top1=1.0, kl_standard_error=error, text="a.txt")
+
     def quality(kl: float, error: float | None = None) -> str:
-        result = Result(Path("OUT"), 4.0, 9, rotation_error=0.0, kl=kl, top1=1.0, kl_standard_error=error, text="a.txt")
-        return cli._quality("MODEL", QuarotRecipe(calibration="a.txt"), result)
+        return cli._quality("MODEL", recipe, result(kl, error))
 
     good, bad, lost = quality(0.01, 0.003), quality(0.5), quality(1000.0)
+    measured = replace(result(0.01), perplexity=4.04, original_perplexity=4.0)
+    assert "a.txt, perplexity 4.000 to 4.040 (+1.0%); `quantize ver" in cli._quality("MODEL", recipe, measured)
     growth = "about +1.0% of perplexity; `quantize ver"
     assert f"0.0100 ± 0.0030 nats per token of a few rows of a.txt, {growth}" in good
     assert "0.5000 nats per token" in bad and "about +64.9% of perplexity; warning: that is much" in bad
@@ -218,6 +225,32 @@ def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path:
         result = quantize("fp6", tiny, tmp_path / "out", "--plan", "--work", work)
         assert "is removed at the end, so" in result.stderr
     assert "refuse" not in quantize("fp6", tiny, tmp_path / "out", "--plan").stderr
+
+
+def test_a_log_says_how_much_is_left(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    now, plan = [0.0], ptq.plan(str(tiny), QuarotRecipe(calibration="a.txt")).plan
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Progress(plan, calibrated=True, visible=True) as shown:
+        eighth = shown.bar.tasks[0].total / 8
+        for description in ("one", "two", "three"):
+            now[0] += 40
+            with shown.step(description, eighth):
+                pass
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "0 % done: one" and second == "12 % done, about 5 min left: two"
+    assert third == "25 % done, about 4 min left: three"
+
+
+@pytest.mark.parametrize("options", [
+    ("quarot", "--rounding", "nearest", "--group-size", "8", "--embedding-bits", "8"),
+    ("quarot", "--rounding", "nearest", "--bits-for", "*.0.mlp.*=3", "--skip", "*.1.*.o_proj"),
+    ("quip-sharp", "--rounding", "nearest", "--bits", "3"), ("fp6",), ("rotate",),
+])  # fmt: skip
+def test_the_plan_knows_the_bits_of_the_result(options: tuple[str, ...], tiny: Path, tmp_path: Path) -> None:
+    method, *options = options
+    planned, done = (quantize(method, tiny, tmp_path / "out", *options, *more) for more in (("--plan",), ()))
+    found = [re.findall(r"[\d.]+ bits per quantised weight", text) for text in (planned.stdout, done.stderr)]
+    assert done.exit_code == 0 and found[0] == found[1] and len(found[0]) == (method != "rotate")
 
 
 def test_plan_shows_what_happens_when_the_model_runs(tiny: Path, tmp_path: Path) -> None:

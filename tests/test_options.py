@@ -43,12 +43,15 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "odd embedding bits": (["--embedding-bits", "5"], "--embedding-bits must be 4, 6 or 8, or 16"),
     "an activation clip above one": (
         ["--activation-bits", "8", "--activation-clip", "1.01"],
-        "--activation-clip must be above 0",
+        "--activation-clip must be 1e-05 to 1",
     ),
-    "no activation clip": (["--activation-bits", "8", "--activation-clip", "0"], "--activation-clip must be above 0"),
+    "no activation clip": (
+        ["--activation-bits", "8", "--activation-clip", "0"],
+        "--activation-clip must be 1e-05 to 1",
+    ),
     "an activation clip that is no number": (
         ["--activation-bits", "8", "--activation-clip", "nan"],
-        "--activation-clip must be above 0",
+        "--activation-clip must be 1e-05 to 1",
     ),
     "damping of nothing": (["--rounding", "nearest", "--damping", "0.5"], "--damping does nothing with"),
     "groups of nothing": (["--weight-bits", "16", "--group-size", "32"], "--group-size does nothing with"),
@@ -103,7 +106,9 @@ def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
     (["fp6", "demo", "out", "--no-such-option"], "no such option: --no-such-option (see `quantize fp6 --help`)"),
     (["fp6", "demo", "out", "--element"], "option '--element' requires an argument (see `quantize fp6 --help`)"),
     (["fp6", "demo", "out", "--report=3"], "option '--report' does not take a value (see `quantize fp6 --help`)"),
-    (["fp6", "demo", "out", "--bits", "6"], "no such option: --bits; --element says how many: 6 in e3m2 and e2m3, 5"),
+    (["fp6", "demo", "out", "--bits", "6"], "no such option: --bits; --element says how many: 7 in e4m2 and e3m3, 6"),
+    (["quip-sharp", "demo", "out", "--group-size", "64"], "no such option: --group-size; `quarot` and `fp6` have it"),
+    (["fp6", "demo", "out", "--kv-bits", "4"], "no such option: --kv-bits; `quarot` has it (see `quantize fp6 --he"),
     (["--element"], "no such option: --element (see `quantize --help`)"),
     (["quarot", "demo", "out", "--rounding", "up"], "invalid value for '--rounding': 'up' is not one of 'nearest', "),
 ])  # fmt: skip

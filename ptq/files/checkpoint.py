@@ -20,6 +20,7 @@ from torch import Tensor
 from ptq.errors import InputError, RunError
 from ptq.files.header import TO_SAFETENSORS, TensorInfo, read_header
 from ptq.files.scaled_codes import check_scale, dequantize
+from ptq.files.source import NOT_GGUF
 from ptq.files.strict_json import read_json_object, tagged
 
 SINGLE = "model.safetensors"
@@ -80,6 +81,8 @@ def _no_safetensors(folder: Path) -> InputError:
         return InputError(f"{folder}: found {shards[0]} but neither {SINGLE} nor {INDEX}; fetch the missing index")
     if pickles:
         return InputError(f"{folder / pickles[0]}: a pickle can run code, so it is never opened; {TO_SAFETENSORS}")
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return InputError(f"{folder / ggufs[0]}: {NOT_GGUF}")
     return InputError(f"{folder}: holds neither {SINGLE} nor {INDEX}; MODEL must be a folder of safetensors")
 
 

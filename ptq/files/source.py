@@ -8,6 +8,11 @@ from pathlib import Path
 from ptq.errors import InputError
 from ptq.files import hub
 
+NOT_GGUF = (
+    "GGUF is written (`quantize export`), and not read; pass the folder with the original model's config.json and "
+    "safetensors"
+)
+
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?", re.ASCII)
 """With `@` and a branch, a tag or a commit, or without."""
 
@@ -75,6 +80,8 @@ def local_folder(model: str) -> Path | None:
     path = path_of(model)
     if path.is_dir():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        raise InputError(f"{model}: {NOT_GGUF}")
     if path.exists():
         raise InputError(f"{model}: a file; pass the folder that holds config.json and the safetensors")
     if not HUB_NAME.fullmatch(model):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ptq.layers.packed_weight import guard
 from ptq.models.model_shape import ModelShape
 from ptq.ops import matmul
 from ptq.pipeline import finetune
@@ -227,6 +228,15 @@ def _packed_bytes(linear: LinearPlan, sizes: dict[str, int]) -> int:
         return sizes[linear.source]
     buffers = linear.format.buffers(linear.n, linear.k).values()
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+
+
+def bits_per_weight(plan: Plan) -> float | None:
+    """True bits per weight over all linears that are quantised, as `ptq.reporting.contents` counts those of a
+    checkpoint; None where there are none."""
+    rounded = [x for x in plan.linears if x.format is not None and x.format.codebook is not None]
+    signs = sum(2 * (x.n + x.k) for x in rounded if x.online_output is not None)
+    stored = signs + sum(_packed_bytes(x, {}) + guard().nbytes for x in rounded)
+    return 8 * stored / weights_of(rounded) if rounded else None
 
 
 def _matmul_rate(bfloat16: bool = False) -> float:

@@ -80,6 +80,7 @@ class Progress:
     def __init__(self, plan: Plan, calibrated: bool, visible: bool, crossed: bool = False) -> None:
         self.plan, self.calibrated, self.visible = plan, calibrated, visible
         self.spoke = time.monotonic()
+        self.began: tuple[float, float] | None = None
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -136,7 +137,18 @@ class Progress:
         self.bar.update(self.task, description=description, advance=advance)
         if not console.is_terminal and time.monotonic() - self.spoke > SILENCE:
             self.spoke = time.monotonic()
-            self.say(f"{self.bar.tasks[0].percentage:.0f} % done: {description}")
+            self.say(f"{self.bar.tasks[0].percentage:.0f} % done{self._left()}: {description}")
+
+    def _left(self) -> str:
+        """How long the rest takes if it goes on as it went; nothing before that can be said."""
+        now, task = (time.monotonic(), self.bar.tasks[0])
+        if self.began is None:
+            self.began = now, task.completed  # what was done before this run counts for nothing
+        since, before = self.began
+        if task.total is None or task.completed <= before:
+            return ""
+        left = (now - since) * (task.total - task.completed) / (task.completed - before)
+        return f", about {duration_text(left)} left"
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

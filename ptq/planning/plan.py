@@ -268,8 +268,8 @@ def check_claims(plan: Plan, tensors: dict[str, tuple[int, ...]]) -> None:
                 f"{OF_ANOTHER}, or the model has parts that ptq does not know"
             )
         raise InputError(
-            f"no row of the family claims tensor {unclaimed[0]!r}{more}: this model has parts that ptq does not know; "
-            "see docs/add-a-family.md"
+            f"tensor {unclaimed[0]!r}{more} is nothing that a model of this family has: this one was changed, or has "
+            "parts that ptq does not know; see docs/add-a-family.md"
         )
 
 

@@ -40,7 +40,7 @@ def load_rows(
     ids = _tokens(text, tokenizer, special=bos is None)
     windows = windows_of(ids, sequence_length, bos)
     if not text.strip():
-        raise InputError(f"calibration {spec}: is empty; pass a text")
+        raise InputError(f"calibration {spec} is empty; pass a text")
     if len(windows) < samples:
         fewer = "--samples or " if samples > 1 else ""
         if extra and (fit := len(windows) - extra) > 0:
