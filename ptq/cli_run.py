@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,10 +22,17 @@ Dtype = Annotated[
     typer.Option(help="What to compute in; auto: the stored type, but float32 for float16 on a CPU."),
 ]
 
+Text = Annotated[
+    Path | None,
+    typer.Option(help="FILE.txt or FILE.jsonl to predict, in UTF-8. This or --dataset is needed, but for demo."),
+]
+Dataset = Annotated[Literal["wikitext2"] | None, typer.Option(help="A text from the hub.")]
+Context = Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's limit.")]
+
 
 def register(app: typer.Typer) -> None:
     """Add these commands."""
-    for function in (generate, perplexity):
+    for function in (generate, perplexity, compare):
         app.command()(cli.command(function))
 
 
@@ -77,12 +84,9 @@ def generate(
 
 def perplexity(
     model: Model,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="FILE.txt or FILE.jsonl to predict, in UTF-8. This or --dataset is needed, but for demo."),
-    ] = None,
-    dataset: Annotated[Literal["wikitext2"] | None, typer.Option(help="A text from the hub.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's limit.")] = None,
+    text: Text = None,
+    dataset: Dataset = None,
+    context: Context = None,
     against: Annotated[str | None, typer.Option(help="The original model: adds KL, top-1 and loss increase.")] = None,
     device: cli_options.Device = "auto",
     dtype: Dtype = "auto",
@@ -91,19 +95,46 @@ def perplexity(
 ) -> None:
     """Perplexity by the papers' protocol: windows that do not overlap, the tail dropped, exp of the mean loss."""
     source.check_readable(text)
-    from rich.console import Console
-
     from ptq.commands.perplexity import Question, as_record, as_table, measure
     from ptq.hf.loading import device_named
 
     with _quiet(debug):
         measured = measure(Question(model, text, dataset, context, against, device_named(device), _dtype(dtype)))
+    _show(measured, as_record, as_table, as_json)
+
+
+def compare(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The original: a folder, a hub name or `demo`.")],
+    checkpoints: Annotated[list[str], typer.Argument(metavar="OUT", help="What was made from it.")],
+    text: Text = None,
+    dataset: Dataset = None,
+    context: Context = None,
+    device: cli_options.Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: cli_options.Json = False,
+    debug: cli_options.Debug = False,
+) -> None:
+    """Checkpoints beside their original, in one table: bits, size, perplexity, KL. All of them are in memory."""
+    source.check_readable(text)
+    for checkpoint in checkpoints:
+        source.local_folder(checkpoint)
+    from ptq.commands import compare as command
+    from ptq.hf.loading import device_named
+
+    with _quiet(debug):
+        made = command.compare(model, checkpoints, text, dataset, context, device_named(device), _dtype(dtype))
+    _show(made, command.as_record, command.as_table, as_json)
+
+
+def _show(made: Any, as_record: Callable[[Any], dict[str, Any]], as_table: Callable[[Any], Any], as_json: bool) -> None:
+    from rich.console import Console
+
     if as_json:
-        print(json.dumps(as_record(measured), indent=2, allow_nan=False))
+        print(json.dumps(as_record(made), indent=2, allow_nan=False))
         return
     console = Console()
     with console.capture() as table:
-        console.print(as_table(measured))
+        console.print(as_table(made))
     cli.write(table.get())
 
 

@@ -199,6 +199,7 @@ OPTIONS = {
         "--max-new-tokens", "--temperature", "--chat", "--no-chat", "--seed", "--device", "--dtype", "--debug",
     ],
     "perplexity": ["--text", "--dataset", "--context", "--against", "--device", "--dtype", "--json", "--debug"],
+    "compare": ["--text", "--dataset", "--context", "--device", "--dtype", "--json", "--debug"],
     "inspect": ["--json", "--debug"],
     "verify": ["--against", "--text", "--max-kl", "--json", "--debug"],
 }  # fmt: skip

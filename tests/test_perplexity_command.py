@@ -100,7 +100,7 @@ def test_it_refuses_bad_input_in_one_sentence_before_weights_are_read(model_fold
         ((str(tmp_path), "--text", str(text)), "config.json: missing"),
         (
             (folder, "--text", str(text), "--context", "8", "--against", "demo"),
-            "tokenise the text differently; --against",
+            "tokenise the text differently; only",
         ),
         ((str(tmp_path / "absent"), "--text", str(text)), "no such folder"),
         ((str(text), "--text", str(text)), "a file; pass the folder"),

@@ -43,6 +43,8 @@ def test_the_commands_of_the_readme_are_understood(command: str, places: dict[st
         options = ["--plan"]
     if name == "perplexity":
         places["--dataset"] = "--text"
+    if name == "compare":
+        places["OUT2"] = places["OUT"]
     result = quantize(name, *(places.get(word, word) for word in rest), *options)
     assert result.exit_code == 0, result.output
     assert not (tmp_path / "out").exists()
@@ -52,6 +54,6 @@ def test_there_are_commands_in_the_readme():
     found = readme_commands()
     assert {command.split()[0] for command in found} == {
         "fp6", "quarot", "quip-sharp", "rotate", "export", "dequantize", "prepack", "inspect", "verify", "generate",
-        "perplexity",
+        "perplexity", "compare",
     }  # fmt: skip
     assert len(found) >= 10

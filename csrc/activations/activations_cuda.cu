@@ -2,6 +2,8 @@
 #include <tuple>
 
 #include "activations/checked.h"
+#include "activations/quantize.cuh"
+#include "cuda/torch_cuda.h"
 
 namespace ptq::activations {
 namespace {

@@ -5,8 +5,8 @@ In each window (`ptq.commands.windows`) every token but the first is predicted; 
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -97,15 +97,31 @@ def perplexity(model: PreTrainedModel, windows: Windows, *, progress: Progress |
 def compare(
     model: PreTrainedModel, original: PreTrainedModel, windows: Windows, *, progress: Progress | None = None
 ) -> Agreement:
-    """Compare the predictions of `model` with those of `original`, one window of logits of each at a time.
+    """`compare_all` of one model."""
+    [agreement] = compare_all([model], original, windows, progress=progress)
+    return agreement
+
+
+def compare_all(
+    models: Sequence[PreTrainedModel], original: PreTrainedModel, windows: Windows, *, progress: Progress | None = None
+) -> list[Agreement]:
+    """Compare the predictions of each model with those of `original`, which sees every window once; the logits of two
+    models for one window at a time.
 
     Raises InputError if the windows do not fit a model or the vocabularies differ, RunError for losses not finite.
     """
-    check_fit(model.config, windows)
-    check_fit(original.config, windows)
-    with torch.inference_mode(), _evaluating(model), _evaluating(original):
-        pairs = ((_logits(model, row), _logits(original, row)) for row in windows.tokens)
-        return compare_logits(pairs, windows, progress=progress)
+    rows: list[list[_Compared]] = [[] for _ in models]
+    with torch.inference_mode(), ExitStack() as modes:
+        for model in (*models, original):
+            check_fit(model.config, windows)
+            modes.enter_context(_evaluating(model))
+        for index, row in enumerate(windows.tokens):
+            theirs = _logits(original, row)
+            for model, found in zip(models, rows, strict=True):
+                found.append(_compare_window(_logits(model, row), theirs, row[1:], index))
+            if progress:
+                progress(index + 1, len(windows))
+    return [_agreement(found, windows) for found in rows]
 
 
 def compare_logits(
@@ -120,20 +136,10 @@ def compare_logits(
     """
     rows: list[_Compared] = []
     for (logits, original_logits), row in zip(pairs, windows.tokens, strict=True):
-        ours, theirs = logits.shape[-1], original_logits.shape[-1]
-        if ours != theirs:
-            raise InputError(f"the models do not share a vocabulary: {ours} logits against {theirs}")
         rows.append(_compare_window(logits, original_logits, row[1:], len(rows)))
         if progress:
             progress(len(rows), len(windows))
-    return Agreement(
-        model=_summary([row.loss for row in rows], windows.context),
-        original=_summary([row.original_loss for row in rows], windows.context),
-        kl=statistics.fmean(row.kl for row in rows),
-        kl_standard_error=standard_error([row.kl for row in rows]),
-        top1=statistics.fmean(row.top1 for row in rows),
-        loss_increase_standard_error=standard_error([row.loss - row.original_loss for row in rows]),
-    )
+    return _agreement(rows, windows)
 
 
 @dataclass(frozen=True)
@@ -146,9 +152,23 @@ class _Compared:
     top1: float
 
 
+def _agreement(rows: Sequence[_Compared], windows: Windows) -> Agreement:
+    return Agreement(
+        model=_summary([row.loss for row in rows], windows.context),
+        original=_summary([row.original_loss for row in rows], windows.context),
+        kl=statistics.fmean(row.kl for row in rows),
+        kl_standard_error=standard_error([row.kl for row in rows]),
+        top1=statistics.fmean(row.top1 for row in rows),
+        loss_increase_standard_error=standard_error([row.loss - row.original_loss for row in rows]),
+    )
+
+
 def _compare_window(
-    logits: Float[Tensor, "t v"], original_logits: Float[Tensor, "t v"], targets: Int[Tensor, " t"], index: int
+    logits: Float[Tensor, "t v"], original_logits: Float[Tensor, "t w"], targets: Int[Tensor, " t"], index: int
 ) -> _Compared:
+    ours, theirs = logits.shape[-1], original_logits.shape[-1]
+    if ours != theirs:
+        raise InputError(f"the models do not share a vocabulary: {ours} logits against {theirs}")
     device, count = logits.device, len(targets)
     targets = targets.to(device)
     loss = original_loss = kl = same = 0.0

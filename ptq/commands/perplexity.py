@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,20 +66,8 @@ def measure(question: Question) -> Measured:
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
     """
-    config = load_config(question.model)  # a folder that is no model is told as such
-    context = context_for(config, question.context)
-    tokenizer = load_tokenizer(question.model)
-    name, text = _text(question, tokenizer)
-    bos = bos_of(tokenizer, config)
-    windows = windows_from_text(tokenizer, text, context, name, bos)
-    if question.against is not None:
-        context_for(load_config(question.against), context)  # which may not reach as far
-        theirs = windows_from_text(load_tokenizer(question.against), text, context, bos=bos)
-        if not torch.equal(windows.tokens, theirs.tokens):
-            raise InputError(
-                f"{question.model} and {question.against} tokenise the text differently; --against is the model "
-                "that the other was made from"
-            )
+    others = [] if question.against is None else [question.against]
+    name, windows = windows_for([question.model, *others], question.text, question.dataset, question.context)
     model = load_model(question.model, question.dtype, question.device)
     with counting("windows") as advance:
         if question.against is None:
@@ -89,18 +78,41 @@ def measure(question: Question) -> Measured:
     return Measured(question, name, windows, result, name_of(model.dtype))
 
 
-def _text(question: Question, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def windows_for(
+    models: Sequence[str], text: Path | None, dataset: str | None, context: int | None
+) -> tuple[str, Windows]:
+    """The name of a text, and its windows, which must be the same for all models. Raises as `measure` does."""
+    first, *others = models
+    config = load_config(first)  # a folder that is no model is told as such
+    context = context_for(config, context)
+    tokenizer = load_tokenizer(first)
+    name, read = _text(models, text, dataset, tokenizer)
+    bos = bos_of(tokenizer, config)
+    windows = windows_from_text(tokenizer, read, context, name, bos)
+    for other in others:
+        context_for(load_config(other), context)  # which may not reach as far
+        theirs = windows_from_text(load_tokenizer(other), read, context, bos=bos)
+        if not torch.equal(windows.tokens, theirs.tokens):
+            raise InputError(
+                f"{first} and {other} tokenise the text differently; only a model and what was made from it can be "
+                "compared"
+            )
+    return name, windows
+
+
+def _text(
+    models: Sequence[str], text: Path | None, dataset: str | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, str]:
     """(name, text) of what is to be predicted; the text exactly as the file has it."""
-    if question.text is not None and question.dataset is not None:
+    if text is not None and dataset is not None:
         raise InputError("give --text or --dataset, not both")
-    if question.dataset is not None:
-        return question.dataset, _wikitext2()
-    path = question.text
-    if path is None:
-        if "demo" not in (question.model, question.against):
+    if dataset is not None:
+        return dataset, _wikitext2()
+    if text is None:
+        if "demo" not in models:
             raise InputError(f"name the text to predict: --text FILE or --dataset {DATASET}")
-        path = demo_path() / "heldout.txt"
-    return str(path), text_sources.read_text(path, tokenizer)
+        text = demo_path() / "heldout.txt"
+    return str(text), text_sources.read_text(text, tokenizer)
 
 
 def _wikitext2() -> str:
@@ -120,36 +132,50 @@ def _wikitext2() -> str:
 
 def as_record(measured: Measured) -> dict[str, Any]:
     """The numbers, for JSON."""
-    question, windows, result = measured.question, measured.windows, measured.result
-    record: dict[str, Any] = {
+    question, result = measured.question, measured.result
+    record = {
         "model": question.model,
-        "text": measured.text_name,
+        **text_record(measured.text_name, measured.windows),
+        **numbers(measured.own),
+        **machine_record(measured.dtype, question.device),
+    }
+    if isinstance(result, Agreement):
+        record["against"] = {"model": question.against, **numbers(result.original), **distance(result)}
+    return record
+
+
+def text_record(name: str, windows: Windows) -> dict[str, Any]:
+    """What was predicted, for JSON."""
+    return {
+        "text": name,
         "tokenizer": windows.tokenizer,
         "bos": windows.bos,
         "tokens_found": windows.found,
         "windows": len(windows),
         "context": windows.context,
-        "tokens_predicted": measured.own.tokens,
-        **_numbers(measured.own),
-        "dtype": measured.dtype,
-        "device": str(question.device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "tokens_predicted": len(windows) * (windows.context - 1),
     }
-    if isinstance(result, Agreement):
-        record["against"] = {
-            "model": question.against,
-            **_numbers(result.original),
-            "kl": result.kl,
-            "kl_standard_error": result.kl_standard_error,
-            "top1": result.top1,
-            "loss_increase": result.loss_increase,
-            "loss_increase_standard_error": result.loss_increase_standard_error,
-        }
-    return record
 
 
-def _numbers(value: Perplexity) -> dict[str, float | None]:
+def machine_record(dtype: str, device: torch.device) -> dict[str, Any]:
+    """What computed, for JSON."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"dtype": dtype, "device": str(device), **versions}
+
+
+def distance(result: Agreement) -> dict[str, Any]:
+    """How far a model is from its original, for JSON."""
+    return {
+        "kl": result.kl,
+        "kl_standard_error": result.kl_standard_error,
+        "top1": result.top1,
+        "loss_increase": result.loss_increase,
+        "loss_increase_standard_error": result.loss_increase_standard_error,
+    }
+
+
+def numbers(value: Perplexity) -> dict[str, float | None]:
+    """Loss and perplexity, for JSON."""
     return {
         "loss": value.loss,
         "loss_standard_error": value.loss_standard_error,
@@ -173,8 +199,7 @@ def as_table(measured: Measured) -> Table:
         theirs = result.original
         table.add_row(f"perplexity of {question.against}", _with_error(theirs.perplexity, theirs.standard_error))
         table.add_row("loss increase", _with_error(result.loss_increase, result.loss_increase_standard_error))
-        growth = math.expm1(min(result.loss_increase, 700.0))  # exp of more is no number
-        table.add_row("growth of the perplexity", f"{100 * growth:+.2f} %")
+        table.add_row("growth of the perplexity", f"{100 * growth(result):+.2f} %")
         table.add_row("KL(original || model), nats", _with_error(result.kl, result.kl_standard_error))
         table.add_row("same most likely token", f"{100 * result.top1:.2f} %")
     table.add_row("windows x context", f"{len(windows)} x {windows.context} of {windows.found} tokens")
@@ -182,6 +207,11 @@ def as_table(measured: Measured) -> Table:
     table.add_row("beginning-of-sequence token", windows.bos)
     table.add_row("computed in", f"{measured.dtype} on {question.device}")
     return table
+
+
+def growth(result: Agreement) -> float:
+    """Of the perplexity, as a share of the original's."""
+    return math.expm1(min(result.loss_increase, 700.0))  # exp of more is no number
 
 
 def _with_error(value: float, error: float | None) -> str:

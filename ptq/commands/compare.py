@@ -1,0 +1,95 @@
+"""`quantize compare`: several checkpoints of one model beside it, on one text, as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ptq.commands import evaluate
+from ptq.commands.evaluate import Agreement
+from ptq.commands.perplexity import distance, growth, machine_record, numbers, text_record, windows_for
+from ptq.commands.windows import Windows
+from ptq.files import source
+from ptq.files.checkpoint import Checkpoint
+from ptq.files.dtypes import name_of
+from ptq.hf.loading import load_model
+from ptq.pipeline.progress import counting
+from ptq.reporting.contents import Contents, summary
+from ptq.reporting.sizes import with_error
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far checkpoints are from their original, each with its size."""
+
+    original: str
+    checkpoints: tuple[str, ...]
+    sizes: tuple[Contents, ...]
+    """Of the checkpoints, and behind them of the original."""
+    agreements: tuple[Agreement, ...]
+    text_name: str
+    windows: Windows
+    dtype: str
+    device: torch.device
+
+
+def compare(
+    original: str,
+    checkpoints: Sequence[str],
+    text: Path | None,
+    dataset: str | None,
+    context: int | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Comparison:
+    """Run every window through all of them, which are in memory together, in the dtype of the first checkpoint.
+
+    Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
+    fetched or a loss is not finite.
+    """
+    names = (*checkpoints, original)
+    name, windows = windows_for(names, text, dataset, context)
+    sizes = tuple(summary(Checkpoint.open(source.resolve(each))) for each in names)
+    first = load_model(names[0], dtype, device)
+    *others, plain = (load_model(each, first.dtype, device) for each in names[1:])
+    with counting("windows") as advance:
+        found = evaluate.compare_all([first, *others], plain, windows, progress=advance)
+    return Comparison(
+        original, tuple(checkpoints), sizes, tuple(found), name, windows, name_of(first.dtype), plain.device
+    )
+
+
+def as_record(made: Comparison) -> dict[str, Any]:
+    """The numbers, for JSON."""
+    rows = [
+        {"model": model, "bits_per_weight": size.bits_per_weight, "bytes": size.nbytes}
+        for model, size in zip((*made.checkpoints, made.original), made.sizes, strict=True)
+    ]
+    for row, found in zip(rows, made.agreements, strict=False):
+        row.update(**numbers(found.model), **distance(found))
+    rows[-1].update(numbers(made.agreements[0].original))
+    machine = machine_record(made.dtype, made.device)
+    return {**text_record(made.text_name, made.windows), "original": rows.pop(), "checkpoints": rows, **machine}
+
+
+def as_table(made: Comparison) -> Table:
+    """The same for people."""
+    windows = f"{len(made.windows)} x {made.windows.context} tokens, in {made.dtype}"
+    table = Table(title=f"{made.text_name}: {windows}", title_justify="left", box=None)
+    for title in ("", "bits/weight", "MB", "perplexity", "growth, %", "KL, nats", "same token, %"):
+        table.add_column(title, justify="right" if title else "left")
+    theirs = made.agreements[0].original.perplexity
+    table.add_row(made.original, "", f"{made.sizes[-1].nbytes / 1e6:.2f}", f"{theirs:.3f}", "", "", "")
+    for model, size, found in zip(made.checkpoints, made.sizes, made.agreements, strict=False):
+        bits, error, grown = size.bits_per_weight, found.loss_increase_standard_error, growth(found)
+        table.add_row(
+            model, "" if bits is None else f"{bits:.3f}", f"{size.nbytes / 1e6:.2f}", f"{found.model.perplexity:.3f}",
+            with_error(100 * grown, None if error is None else 100 * (1 + grown) * error, digits=2),
+            with_error(found.kl, found.kl_standard_error, digits=5), f"{100 * found.top1:.2f}",
+        )  # fmt: skip
+    return table
