@@ -67,6 +67,10 @@ def adapter(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
 
 
+def gguf_beside_config(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+
 def gguf(folder: Path) -> None:
     (folder / "config.json").unlink()
     (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
@@ -91,6 +95,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
     "an adapter": (adapter, "an adapter (LoRA) is no model: merge it"),
     "GGUF": (gguf, "GGUF is not read: pass the model that it was made from"),
+    "GGUF beside its config": (gguf_beside_config, "model.gguf: GGUF is not read: pass the model that it"),
     "missing tensor": (edit_tensors(lambda t: t.pop(NAME)), f"has no tensor '{NAME}'"),
     "missing bias": (edit_tensors(lambda t: t.pop(BIAS)), f"has no tensor '{BIAS}', but its config.json promises it"),
     "surplus bias": (edit_config(attention_bias=False), "does not promise it"),

@@ -64,6 +64,9 @@ def test_a_file_is_not_a_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="a file; pass the folder"):
         resolve(str(tmp_path / "model.safetensors"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match="model.gguf: GGUF is not read"):
+        resolve(str(tmp_path / "model.gguf"))
 
 
 def test_importing_the_module_does_not_import_the_hub():

@@ -56,7 +56,7 @@ def _instead(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return "an adapter (LoRA) is no model: merge it into its base with peft's `merge_and_unload`, and pass that"
     if any(folder.glob("*.gguf")):
-        return "GGUF is not read: pass the model that it was made from, as a Hugging Face folder of safetensors"
+        return NOT_GGUF
     return "expected a Hugging Face folder with config.json and safetensors"
 
 

@@ -8,10 +8,7 @@ from pathlib import Path
 from ptq.errors import InputError
 from ptq.files import hub
 
-NOT_GGUF = (
-    "GGUF is written (`quantize export`), and not read; pass the folder with the original model's config.json and "
-    "safetensors"
-)
+NOT_GGUF = "GGUF is not read: pass the model that it was made from, as a Hugging Face folder of safetensors"
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?", re.ASCII)
 """With `@` and a branch, a tag or a commit, or without."""

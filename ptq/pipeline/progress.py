@@ -141,7 +141,7 @@ class Progress:
 
     def _left(self) -> str:
         """How long the rest takes if it goes on as it went; nothing before that can be said."""
-        now, task = (time.monotonic(), self.bar.tasks[0])
+        now, task = time.monotonic(), self.bar.tasks[0]
         if self.began is None:
             self.began = now, task.completed  # what was done before this run counts for nothing
         since, before = self.began
