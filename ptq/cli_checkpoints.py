@@ -120,8 +120,9 @@ def _print_found(checkpoint: str, against: str | None, text: Path | None, found:
     if found.kl is not None:
         tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
         kl = with_error(found.kl, found.kl_standard_error, digits=5)
+        alone = " in one window, so without a standard error" if text and found.kl_standard_error is None else ""
         cli.write(f"against {against}: KL {kl} nats per token, same first choice for "
-                  f"{found.top1:.2%} of {tokens}\n")  # fmt: skip
+                  f"{found.top1:.2%} of {tokens}{alone}\n")  # fmt: skip
     if found.perplexity is not None and found.original_perplexity is not None:
         growth = found.perplexity / found.original_perplexity - 1
         typer.echo(f"perplexity {found.perplexity:.4f}, of {against} {found.original_perplexity:.4f} ({growth:+.2%})")

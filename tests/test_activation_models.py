@@ -150,8 +150,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "more": ({"bits": 8, "clip": 0.9, "zero": 1}, "activation must be an object"),
     "many bits": ({"bits": 10**30, "clip": 0.9}, "activation bits must be 2 to 8"),
     "bits that are text": ({"bits": "8", "clip": 0.9}, "activation bits must be 2 to 8"),
-    "a clip above one": ({"bits": 8, "clip": 1e300}, "activation clip must be above 0"),
-    "a clip that is a list": ({"bits": 8, "clip": [1]}, "activation clip must be above 0"),
+    "a clip above one": ({"bits": 8, "clip": 1e300}, "activation clip must be 1e-05 to 1"),
+    "a clip that is a list": ({"bits": 8, "clip": [1]}, "activation clip must be 1e-05 to 1"),
 }
 
 

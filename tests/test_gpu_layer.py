@@ -256,7 +256,8 @@ def packed_linears(form: Any, sizes: tuple[int, ...], bias: bool) -> list[QuantL
             elif parameter.is_floating_point():
                 drawn = torch.randn(parameter.shape, generator=generator)
             else:
-                drawn = torch.randint(0, 256, parameter.shape, generator=generator, dtype=parameter.dtype)
+                top = 16 if name == "weight_zero" else 256  # of codes of four bits
+                drawn = torch.randint(0, top, parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.data.copy_(drawn)
         linears.append(linear)
     return linears

@@ -67,6 +67,8 @@ def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_p
     (tmp_path / "short.txt").write_text("nine ones")
     found = quantize("verify", packed, "--against", tiny, "--text", tmp_path / "short.txt", "--json")
     assert json.loads(found.stdout)["tokens"] == 8  # the first is but read
+    said = quantize("verify", packed, "--against", tiny, "--text", tmp_path / "short.txt").stdout
+    assert "tokens in one window, so without a standard error" in said
     again = ptq.verify(packed, tiny, str(tmp_path / "short.txt"))
     assert again.tokens == 8 and again.kl == pytest.approx(json.loads(found.stdout)["kl"], rel=1e-5)
 
