@@ -162,7 +162,7 @@ def _quality(model: str, recipe: Recipe, result: "Result") -> str:
     kl, places = result.kl, f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
-        growth = "more than twice the perplexity" if kl >= 1 else _growth(result)
+        growth = _growth(result)
         lost = "" if kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
         found = f"KL from the original: {with_error(kl, result.kl_standard_error)} nats per token"
         return f"{found} of a few rows of {result.text}, {growth}{lost}{more}"
@@ -175,7 +175,9 @@ def _quality(model: str, recipe: Recipe, result: "Result") -> str:
 
 def _growth(result: "Result") -> str:
     if result.perplexity is None or result.original_perplexity is None:
-        return f"about {math.expm1(result.kl):+.1%} of perplexity"
+        return (
+            f"about {math.expm1(result.kl):+.1%} of perplexity" if result.kl < 1 else "more than twice the perplexity"
+        )
     growth = result.perplexity / result.original_perplexity - 1
     return f"perplexity {result.original_perplexity:.3f} to {result.perplexity:.3f} ({growth:+.1%})"
 

@@ -132,9 +132,11 @@ def _show(made: Any, as_record: Callable[[Any], dict[str, Any]], as_table: Calla
     if as_json:
         print(json.dumps(as_record(made), indent=2, allow_nan=False))
         return
-    console = Console()
+    console, shown = Console(markup=False, highlight=False, emoji=False), as_table(made)
+    whole = console.measure(shown, options=console.options.update(width=1 << 16)).maximum
+    console.width = max(console.width, whole)  # or else long names are cut
     with console.capture() as table:
-        console.print(as_table(made))
+        console.print(shown)
     cli.write(table.get())
 
 

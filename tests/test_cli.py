@@ -22,6 +22,7 @@ from ptq import cli
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.pipeline import preflight, progress
 from ptq.pipeline.result import Result
+from ptq.planning.plan import weights_of
 from quarot.plan import QuarotRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")
@@ -207,6 +208,8 @@ def test_a_model_that_has_lost_much_is_told() -> None:
     assert f"0.0100 ± 0.0030 nats per token of a few rows of a.txt, {growth}" in good
     assert "0.5000 nats per token" in bad and "about +64.9% of perplexity; warning: that is much" in bad
     assert "more than twice the perplexity; warning" in lost
+    far = replace(result(1.05), perplexity=6.0, original_perplexity=4.0)
+    assert "perplexity 4.000 to 6.000 (+50.0%); warning" in cli._quality("MODEL", recipe, far)
 
 
 def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path: Path) -> None:
@@ -239,6 +242,19 @@ def test_a_log_says_how_much_is_left(tiny: Path, monkeypatch: pytest.MonkeyPatch
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "0 % done: one" and second == "12 % done, about 5 min left: two"
     assert third == "25 % done, about 4 min left: three"
+
+
+@pytest.mark.parametrize("finetune", ["none", "blocks", "full"])
+def test_blocks_that_were_done_before_count_as_done(finetune: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block advances the bar by what is skipped of it."""
+    plan = ptq.plan(str(tiny), QuarotRecipe(calibration="a.txt", finetune=finetune)).plan
+    shown, all_done = (progress.Progress(plan, calibrated=True, visible=False) for _ in range(2))
+    shown.skip(1)
+    all_done.skip(plan.blocks)
+    one, every = (bar.bar.tasks[0].completed for bar in (shown, all_done))
+    assert one * plan.blocks == pytest.approx(every) and every > 0
+    whole = progress.PASSES_PER_EPOCH * plan.finetune_epochs * weights_of(plan.linears) * (finetune == "full")
+    assert all_done.bar.tasks[0].total == pytest.approx(every + whole)
 
 
 @pytest.mark.parametrize("options", [

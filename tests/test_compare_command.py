@@ -1,6 +1,7 @@
 """`quantize compare`."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,25 @@ def test_it_gives_the_numbers_of_perplexity(folders: dict[str, str], monkeypatch
 
 
 def test_its_table(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    """Long names are whole, whatever the width."""
+    monkeypatch.setenv("COLUMNS", "80")
     done = compare(folders, "model", "w3", "w8", "model")
     title, heads, plain, *rows = (line.split() for line in done.stdout.splitlines())
     assert title[0] == f"{folders['text.txt']}:" and heads[:2] == ["bits/weight", "MB"]
     assert plain[0] == folders["model"] and [row[0] for row in rows] == [folders[x] for x in ("w3", "w8", "model")]
     assert rows[0][1].startswith("3.") and rows[1][1].startswith("8.") and rows[0].count("±") == 2
     assert rows[2][1:3] == plain[1:3] and rows[2][3:] == "0.00 ± 0.00 0.00000 ± 0.00000 100.00".split()
+
+
+def test_names_are_no_markup_and_one_window_has_no_error(folders: dict[str, str], tmp_path: Path) -> None:
+    odd = shutil.copytree(folders["w3"], tmp_path / "a[bold]x[/y]")
+    text = tmp_path / "te[xt].txt"
+    text.write_text("thequickbrownfox" * 2)
+    done = quantize("compare", folders["model"], odd, "--text", text, "--context", "20")
+    title, _, _, row = done.stdout.splitlines()
+    assert title.startswith(f"{text}: 1 x 20 tokens") and title.rstrip().endswith("no standard errors")
+    assert row.startswith(f"{odd} ") or row.split()[0] == str(odd)
+    assert "±" not in row
 
 
 def test_what_cannot_be_compared_is_refused(

@@ -151,7 +151,14 @@ def test_attention_over_plain_keys_and_values(compiled, dtype: torch.dtype, back
         keys[:, :, length:] = values[:, :, length:] = torch.nan
         mask = torch.rand(batch, 1, tokens, length, generator=torch.Generator().manual_seed(i)) < 0.7
         mask[..., 20:200] = False
-        for m in (None, mask[:1], mask, torch.zeros_like(mask)):
+        twos = (mask * 2).byte().view(torch.bool)  # a bool that is true need not be 1
+        for m, hidden in (
+            (None, None),
+            (mask[:1], ~mask[:1]),
+            (mask, ~mask),
+            (twos, ~mask),
+            (~mask & mask, mask | True),
+        ):
             out = torch.empty(batch, tokens, heads * groups, d, dtype=dtype)
             rows = 0 if m is None else m.shape[0]
             sizes = (ctypes.c_int * 9)(batch, heads, groups, tokens, d, length, room, rows, splits)
@@ -163,7 +170,7 @@ def test_attention_over_plain_keys_and_values(compiled, dtype: torch.dtype, back
             )  # fmt: skip
             seen = [x[:, :, :length].double().repeat_interleave(groups, 1) for x in (keys, values)]
             score = q.double() @ seen[0].mT * d**-0.5
-            score = score if m is None else score.masked_fill(~m, -torch.inf)
+            score = score if hidden is None else score.masked_fill(hidden, -torch.inf)
             wanted = (score.softmax(-1).nan_to_num(0) @ seen[1]).transpose(1, 2)
             error = (out.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
             assert error < {torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], (cases[i], m is None, error)

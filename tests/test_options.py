@@ -107,8 +107,11 @@ def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
     (["fp6", "demo", "out", "--element"], "option '--element' requires an argument (see `quantize fp6 --help`)"),
     (["fp6", "demo", "out", "--report=3"], "option '--report' does not take a value (see `quantize fp6 --help`)"),
     (["fp6", "demo", "out", "--bits", "6"], "no such option: --bits; --element says how many: 7 in e4m2 and e3m3, 6"),
-    (["quip-sharp", "demo", "out", "--group-size", "64"], "no such option: --group-size; `quarot` and `fp6` have it"),
-    (["fp6", "demo", "out", "--kv-bits", "4"], "no such option: --kv-bits; `quarot` has it (see `quantize fp6 --he"),
+    (["quip-sharp", "demo", "out", "--group-size", "64"], "no such option: --group-size; `quarot`, `fp6` have --grou"),
+    (["fp6", "demo", "out", "--kv-bits", "4"], "; `quarot` has --kv-bits (see `quantize fp6 --help`)"),
+    (["fp6", "demo", "out", "--bits-for", "*=3"], "(Possible options: "),
+    (["fp6", "demo", "out", "--weight-bits", "4"], "--element says how many"),
+    (["inspect", "demo", "--device", "cpu"], "no such option: --device (see `quantize inspect --help`)"),
     (["--element"], "no such option: --element (see `quantize --help`)"),
     (["quarot", "demo", "out", "--rounding", "up"], "invalid value for '--rounding': 'up' is not one of 'nearest', "),
 ])  # fmt: skip

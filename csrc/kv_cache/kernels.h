@@ -59,7 +59,7 @@ struct Dequantize {
 struct Attend {
     const float* q;  // [heads, rows, d]: a row is a query head of the group and a query token, the token innermost
     Side k, v;
-    const uint8_t* mask;                   // [batch or 1, tokens, length] of 0 and 1, or null
+    const uint8_t* mask;                   // [batch or 1, tokens, length], 0: hidden; or null
     int64_t mask_batch;                    // elements between rows of the batch: 0 where all share one mask
     const int64_t* starts;                 // [batch], or null: no sinks
     const float *sink_keys, *sink_values;  // [heads, sinks, d]

@@ -20,7 +20,7 @@ struct Attend {
     Number q_kind;
     int parts;  // bfloat16 numbers whose sum a query, or a weight, is
     Side k, v;
-    const uint8_t* mask;                   // [batch or 1, tokens, length] of 0 and 1, or null
+    const uint8_t* mask;                   // [batch or 1, tokens, length], 0: hidden; or null
     int64_t mask_batch;                    // 0 where all rows of the batch share one mask
     const int64_t* starts;                 // [batch], or null: no sinks
     const float *sink_keys, *sink_values;  // [heads, sinks, d]

@@ -54,7 +54,7 @@ Shape shape_of(const Tensor& q, const Tensor& latent, const Tensor& rotary, cons
     check_tensor("latent_attention", "the matrix of keys", e.keys, type, {s.heads, s.rank, s.dk});
     check_tensor("latent_attention", "the matrix of values", e.values, type, {s.heads, s.dv, s.rank});
     STD_TORCH_CHECK(s.heads > 0 && s.rank > 0 && s.r > 0 && s.r % 2 == 0 && s.dk > 0 && s.dv > 0,
-                    "latent_attention: expected heads, and an even number of channels that are turned");
+                    "latent_attention: expected heads, and an even number of channels that are rotated");
     s.room = whole_room(latents, s.b, latents.size(2), s.rank, type);
     s.more_room = whole_room(rope_keys, s.b, latents.size(2), s.r, type);
     return s;

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from ptq.commands import evaluate
 from ptq.commands.evaluate import Agreement
@@ -21,6 +23,9 @@ from ptq.hf.loading import load_model
 from ptq.pipeline.progress import counting
 from ptq.reporting.contents import Contents, summary
 from ptq.reporting.sizes import with_error
+
+MUCH = 100.0
+"""Growth of a perplexity, as a share of it, of which nobody needs the digits."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def compare(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> Comparison:
-    """Run every window through all of them, which are in memory together, in the dtype of the first checkpoint.
+    """Run every window through all of them, which are in memory together, in the dtype of the original.
 
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
@@ -55,12 +60,12 @@ def compare(
     names = (*checkpoints, original)
     name, windows = windows_for(names, text, dataset, context)
     sizes = tuple(summary(Checkpoint.open(source.resolve(each))) for each in names)
-    first = load_model(names[0], dtype, device)
-    *others, plain = (load_model(each, first.dtype, device) for each in names[1:])
+    plain = load_model(original, dtype, device)
+    models = [load_model(each, plain.dtype, device) for each in checkpoints]
     with counting("windows") as advance:
-        found = evaluate.compare_all([first, *others], plain, windows, progress=advance)
+        found = evaluate.compare_all(models, plain, windows, progress=advance)
     return Comparison(
-        original, tuple(checkpoints), sizes, tuple(found), name, windows, name_of(first.dtype), plain.device
+        original, tuple(checkpoints), sizes, tuple(found), name, windows, name_of(plain.dtype), plain.device
     )
 
 
@@ -77,19 +82,24 @@ def as_record(made: Comparison) -> dict[str, Any]:
     return {**text_record(made.text_name, made.windows), "original": rows.pop(), "checkpoints": rows, **machine}
 
 
-def as_table(made: Comparison) -> Table:
+def as_table(made: Comparison) -> Group:
     """The same for people."""
-    windows = f"{len(made.windows)} x {made.windows.context} tokens, in {made.dtype}"
-    table = Table(title=f"{made.text_name}: {windows}", title_justify="left", box=None)
+    alone = ": no standard errors" if len(made.windows) == 1 else ""
+    windows = f"{len(made.windows)} x {made.windows.context} tokens, in {made.dtype}{alone}"
+    table = Table(box=None)
     for title in ("", "bits/weight", "MB", "perplexity", "growth, %", "KL, nats", "same token, %"):
-        table.add_column(title, justify="right" if title else "left")
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
     theirs = made.agreements[0].original.perplexity
-    table.add_row(made.original, "", f"{made.sizes[-1].nbytes / 1e6:.2f}", f"{theirs:.3f}", "", "", "")
+    table.add_row(made.original, "", f"{made.sizes[-1].nbytes / 1e6:.2f}", _short(theirs), "", "", "")
     for model, size, found in zip(made.checkpoints, made.sizes, made.agreements, strict=False):
         bits, error, grown = size.bits_per_weight, found.loss_increase_standard_error, growth(found)
         table.add_row(
-            model, "" if bits is None else f"{bits:.3f}", f"{size.nbytes / 1e6:.2f}", f"{found.model.perplexity:.3f}",
-            with_error(100 * grown, None if error is None else 100 * (1 + grown) * error, digits=2),
+            model, "" if bits is None else f"{bits:.3f}", f"{size.nbytes / 1e6:.2f}", _short(found.model.perplexity),
+            "much" if grown > MUCH else with_error(100 * grown, error and 100 * (1 + grown) * error, digits=2),
             with_error(found.kl, found.kl_standard_error, digits=5), f"{100 * found.top1:.2f}",
         )  # fmt: skip
-    return table
+    return Group(Text(f"{made.text_name}: {windows}"), table)
+
+
+def _short(perplexity: float) -> str:
+    return f"{perplexity:.3f}" if perplexity < 1e6 else f"{perplexity:.1e}"

@@ -32,6 +32,8 @@ def run(
 ) -> Float[Tensor, "b t k"] | None:
     """What layers, one behind another, give for decoded tokens of each row; None where they are called with something
     else. `multipliers`: m of each."""
+    if not decoding.are_decoded(x.shape[1], others.get("attention_mask")):
+        return None
     if any(layer.moe is not None and not layer.moe.may_run(x.dtype) for layer in layers):
         return None
     cos_sin = _cos_sin(layers, x, others.get("position_embeddings"))
@@ -75,7 +77,7 @@ def _cos_sin(layers: Sequence[Layer], x: Float[Tensor, "b t k"], given: Any) -> 
     kinds = {layer.kind: layer.mixer for layer in layers if not isinstance(layer.kind, Recurrent)}
     if not kinds:
         return x, x  # which nobody looks at
-    if len({(type(kind), kind.rope) for kind in kinds}) > 1:
+    if len({(type(kind), kind.tables) for kind in kinds}) > 1:
         return None
     found = [kind.cos_sin(mixer, given, x) for kind, mixer in kinds.items()]
     return None if None in found else found[0]

@@ -51,16 +51,14 @@ class Kind(NamedTuple):
         return rotary_dim == module.head_dim or (self.in_part and rotary_dim < module.head_dim)
 
     @property
-    def rope(self) -> bool:
-        """What layers have in common that take the same cos and sin."""
+    def tables(self) -> bool:
+        """How cos and sin are given: layers that differ in it are not called with the same."""
         return self.halved
 
     def cos_sin(self, module: Any, given: Any, x: Float[Tensor, "b t k"]) -> tuple[Tensor, Tensor] | None:
-        """cos and sin [b or 1, t, rotary_dim] as the op takes them, of what x is `given`; where that is nothing,
-        those that turn nothing. None for something else."""
-        if given is None and self.without_rope and x.shape[1] <= decoding.MOST_DECODED:
-            compiling = torch.compiler.is_compiling()
-            return None if compiling else decoding.no_cos_sin(x.shape[1], module.head_dim, x.dtype, x.device)
+        """cos and sin [b or 1, t, rotary_dim] as the op takes them; of nothing those that turn nothing, or None."""
+        if given is None and self.without_rope and not torch.compiler.is_compiling():
+            return decoding.no_cos_sin(x.shape[1], module.head_dim, x.dtype, x.device)
         if not isinstance(given, tuple) or given[0].dim() != 3:
             return None
         return (given[0].repeat(1, 1, 2), given[1].repeat(1, 1, 2)) if self.halved else given
@@ -68,6 +66,8 @@ class Kind(NamedTuple):
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
+    if not decoding.are_decoded(hidden_states.shape[1], others.get("attention_mask")):
+        return None
     cos_sin = kind.cos_sin(module, others.get("position_embeddings"), hidden_states)
     layers = cache_layers([(module, kind)], cos_sin, hidden_states, **others)
     scaling = None if layers is None else decoding.scalings_of([(module, kind)], others)

@@ -34,6 +34,7 @@ NO_NORM = rms_norm.Kind(1.0, 0.0, False)
 MIXERS: tuple[Any, ...] = (fast_attention, latent_attention, delta_net, state_space)
 """Modules with `Kind`, `kind_of`, `sites_of` and `cache_layers`; those of attention with `inner_norms` and `cached`,
 the others with `parts_of`."""
+OWNERS = {module.Kind: module for module in MIXERS}
 Recurrent = delta_net.Kind | state_space.Kind
 Parts = delta_net.Net | state_space.Space
 Kind = fast_attention.Kind | latent_attention.Kind | Recurrent
@@ -71,7 +72,7 @@ class Layer:
     @property
     def owner(self) -> Any:
         """Which of `MIXERS` knows the mixer."""
-        return next(module for module in MIXERS if type(self.kind) is module.Kind)
+        return OWNERS[type(self.kind)]
 
     def is_over(self) -> bool:
         """Whether sign vectors have been written to, or experts, the matrix of latent attention or dtypes have changed,

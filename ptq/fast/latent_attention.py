@@ -50,8 +50,8 @@ class Kind(NamedTuple):
     """`rope_interleave` of the config that it was found for, which modules ask every time."""
 
     @property
-    def rope(self) -> RopeLayout:
-        """What layers have in common that take the same cos and sin."""
+    def tables(self) -> RopeLayout:
+        """How cos and sin are given: layers that differ in it are not called with the same."""
         return self.rope_layout
 
     def cos_sin(self, module: Any, given: Any, x: Float[Tensor, "b t k"]) -> tuple[Tensor, Tensor] | None:

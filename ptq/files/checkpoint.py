@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ptq.errors import InputError, RunError
 from ptq.files.header import TO_SAFETENSORS, TensorInfo, read_header
+from ptq.files.hub import NOT_GGUF
 from ptq.files.scaled_codes import check_scale, dequantize
-from ptq.files.source import NOT_GGUF
 from ptq.files.strict_json import read_json_object, tagged
 
 SINGLE = "model.safetensors"

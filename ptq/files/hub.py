@@ -10,6 +10,8 @@ from typing import Any
 
 from ptq.errors import InputError, RunError
 
+NOT_GGUF = "GGUF is not read: pass the model that it was made from, as a Hugging Face folder of safetensors"
+
 # Weights, configuration and tokenizer of the top folder; no pickles, and not the second copy of the weights that some
 # repositories keep as consolidated.safetensors or in a sub-folder.
 WEIGHTS = "*.safetensors"
@@ -72,7 +74,9 @@ def download(name: str) -> Path:
     if not any(folder.glob(WEIGHTS)):
         from ptq.files.header import TO_SAFETENSORS  # brings in torch, and this module is for `ptq.cli` too
 
-        raise InputError(f"{name}: the repository holds no safetensors, and pickles are never opened; {TO_SAFETENSORS}")
+        raise InputError(
+            f"{name}: the repository holds no safetensors; pickles are never opened, GGUF is not read; {TO_SAFETENSORS}"
+        )
     return folder
 
 

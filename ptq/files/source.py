@@ -8,8 +8,6 @@ from pathlib import Path
 from ptq.errors import InputError
 from ptq.files import hub
 
-NOT_GGUF = "GGUF is not read: pass the model that it was made from, as a Hugging Face folder of safetensors"
-
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?", re.ASCII)
 """With `@` and a branch, a tag or a commit, or without."""
 
@@ -77,8 +75,8 @@ def local_folder(model: str) -> Path | None:
     path = path_of(model)
     if path.is_dir():
         return path
-    if path.suffix == ".gguf" and path.is_file():
-        raise InputError(f"{model}: {NOT_GGUF}")
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        raise InputError(f"{model}: {hub.NOT_GGUF}")
     if path.exists():
         raise InputError(f"{model}: a file; pass the folder that holds config.json and the safetensors")
     if not HUB_NAME.fullmatch(model):

@@ -58,8 +58,8 @@ class GrowingLayer(DynamicLayer):
         mask: Bool[Tensor, "_ 1 t length"] | None,
         sinks: Float[Tensor, " q_heads"] | None = None,
     ) -> Float[Tensor, "b t q_width"]:
-        """Attention of t more tokens, before rotary embedding, whose keys and values are appended. `d`:
-        channels of a head."""
+        """Attention of t more tokens, before rotary embedding, whose keys and values are appended. `d`: channels
+        of a head."""
         shape = k.shape[0], k.shape[2] // d, k.shape[1], d
         keys, values, before = self.reserve(shape, shape, k)
         y = torch.ops.ptq.decode_attention.default(q, k, v, *cos_sin, keys, values, before, scaling, mask, sinks)

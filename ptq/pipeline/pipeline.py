@@ -191,7 +191,9 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
     if rows is not None:
         stages.embed(tasks, rows)
     memory.give_back()  # the embedding is by far the largest weight
-    for index in range(tasks.first_block(rows is not None), tasks.job.plan.blocks):
+    first = tasks.first_block(rows is not None)
+    progress.skip(first)
+    for index in range(first, tasks.job.plan.blocks):
         stages.block(tasks, index, rows is not None, progress)
     if tasks.job.plan.finetune == "full":
         assert rows is not None

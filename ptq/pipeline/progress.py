@@ -98,12 +98,19 @@ class Progress:
         passes += crossed
         every, ends = (weights_of(some) for some in (plan.linears, plan.ends()))
         packed_ends = weights_of(linear for linear in plan.ends() if linear.format is not None)
-        weights = passes * (every - ends) + packed_ends
-        self.task = self.bar.add_task("", total=weights + PASSES_PER_EPOCH * finetune.trained_weights(plan) or None)
+        whole = weights_of(plan.linears) * plan.finetune_epochs * (plan.finetune == "full")
+        trained = PASSES_PER_EPOCH * finetune.trained_weights(plan)
+        self.of_blocks = passes * (every - ends) + trained - PASSES_PER_EPOCH * whole
+        self.task = self.bar.add_task("", total=passes * (every - ends) + packed_ends + trained or None)
 
     def __enter__(self) -> "Progress":
         self.bar.start()
         return self
+
+    def skip(self, blocks: int) -> None:
+        """So many blocks were done before."""
+        done, every = (weights_of(x for i in range(n) for x in self.plan.block(i)) for n in (blocks, self.plan.blocks))
+        self.bar.advance(self.task, self.of_blocks * done / max(1, every))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -79,7 +79,8 @@ class LaidOut(Format):
         ...
 
     def check_values(self, parts: Parts) -> None:
-        """Raise InputError where parts, stored or of a layout, hold numbers that kernels have no room for."""
+        """Raise InputError where parts, stored or of a layout, hold numbers that kernels have no room for. Asked when a
+        weight is laid out; what multiplies with stored parts needs no such room."""
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, from stored parts or another layout: on a CPU tiles, on a GPU fragments.
