@@ -4,9 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
-#include <vector>
 
 #include "common/bfloat16.h"
 #include "common/sixteen.h"
