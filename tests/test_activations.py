@@ -163,14 +163,14 @@ def test_a_gradient_is_refused_not_forgotten() -> None:
 
 
 @pytest.mark.parametrize("bits, clip", [(1, 0.9), (9, 0.9), (8, 0.0), (8, 1.5), (8, float("nan")), (True, 0.9),
-                                        (8.0, 0.9), (8, "0.9"), (8, True)])  # fmt: skip
+                                        (8.0, 0.9), (8, 9e-6), (8, "0.9"), (8, True)])  # fmt: skip
 def test_values_out_of_range(bits: Any, clip: Any) -> None:
     with pytest.raises(ptq.InputError, match="activation"):
         activations.parse({"bits": bits, "clip": clip})
 
 
 @pytest.mark.skipif(not native.load(), reason="checks of the kernel")
-@pytest.mark.parametrize("bits, clip", [(1, 0.9), (9, 0.9), (8, 0.0), (8, 1.5), (8, float("nan"))])
+@pytest.mark.parametrize("bits, clip", [(1, 0.9), (9, 0.9), (8, 0.0), (8, 9e-6), (8, 1.5), (8, float("nan"))])
 def test_the_kernel_checks_too(bits: int, clip: float) -> None:
     with pytest.raises(RuntimeError, match="bits|clip"):
         torch.ops.ptq.quantize_tokens(random(2, 4), bits, clip)

@@ -337,3 +337,9 @@ def test_dense_format():
     assert {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} == format.buffers(4, 6)
     torch.testing.assert_close(format.linear(x, parts), x @ w.bfloat16().float().t())
     assert formats.get(format.name, **format.options()) == format
+
+
+@pytest.mark.skipif(not native.load(), reason="checks of the kernel")
+def test_the_search_for_a_scale_has_no_negative_number_of_steps():
+    with pytest.raises(RuntimeError, match="steps must not be negative, found -1"):
+        torch.ops.ptq.integer_fit(randn(2, 8), 4, 0, True, -1, 0.4)

@@ -1,5 +1,6 @@
 // LDLQ within a block of columns: each is rounded, from the last to the first, and its error goes to those before it
-// (`ptq.weights.rounding`). Kernels include it once per instruction set, into an anonymous namespace.
+// (`ptq.weights.rounding`). Kernels include it once per instruction set, so all is in an anonymous namespace; host code
+// takes the size of a strip alone.
 #pragma once
 
 #include <algorithm>

@@ -13,7 +13,7 @@
 #include "common/linear.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
-#include "gemm/panels_kernels.h"
+#include "gemm/product.h"
 #include "tiles/run_rows.h"
 
 namespace ptq::e8p_tiled {
@@ -45,17 +45,8 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
 void many_tokens(const Quantized& p) {
     const gemm::Unpack amx = gemm::amx_unpack<signed_bytes_amx>();
     const gemm::Panels panels = panels_of(p.w, amx ? amx : kernels().unpack_bytes);
-    gemm::multiply_panels({.w = panels,
-                           .mode = !amx && are_wide(p.w.bits) ? gemm::Mode::wide : gemm::Mode::quads,
-                           .x = nullptr,
-                           .x_type = Number::float32,
-                           .t = p.t,
-                           .k = panels.columns,
-                           .token_scale = p.q_scale,
-                           .bias = p.bias,
-                           .out = p.out,
-                           .out_type = p.out_type,
-                           .from = {p.t, panels.columns, p.q, nullptr, nullptr, 1}});
+    const gemm::Mode mode = !amx && are_wide(p.w.bits) ? gemm::Mode::wide : gemm::Mode::quads;
+    gemm::multiply_panels(gemm::product_of(panels, mode, p, {p.t, panels.columns, p.q, nullptr, nullptr, 1}));
 }
 
 bool is_many(const Quantized& p) {

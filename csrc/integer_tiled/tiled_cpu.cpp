@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "activations/activations_cpu.h"
-#include "gemm/panels_kernels.h"
+#include "gemm/product.h"
 #include "integer_tiled/held.h"
 #include "tiles/run_rows.h"
 
@@ -87,17 +87,7 @@ void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const bool nibbles = !amx && bits <= 4, wide = !amx && bits == 8;
     const gemm::Mode mode = nibbles ? gemm::Mode::nibbles : wide ? gemm::Mode::wide : gemm::Mode::quads;
     panels.unpack = amx ? amx : kernels().unpack_bytes;
-    gemm::multiply_panels({.w = panels,
-                           .mode = mode,
-                           .x = nullptr,
-                           .x_type = Number::float32,
-                           .t = p.t,
-                           .k = from.k,
-                           .token_scale = p.q_scale,
-                           .bias = p.bias,
-                           .out = p.out,
-                           .out_type = p.out_type,
-                           .from = from});
+    gemm::multiply_panels(gemm::product_of(panels, mode, p, from));
 }
 
 void many_floats(const Floats& p) {

@@ -14,6 +14,7 @@
 
 #include "activations/activations_cpu.h"
 #include "common/linear.h"
+#include "gemm/product.h"
 #include "tiles/layout.h"
 #include "tiles/run_rows.h"
 
@@ -71,18 +72,10 @@ void many_floats(const Floats& p) {
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const gemm::Unpack amx = p.t > few_for_amx ? gemm::amx_unpack<signed_bytes_amx>() : nullptr;
-    gemm::multiply_panels({.w = panels_of(p.w, amx ? amx : kernels().unpack_bytes),
-                           .mode = gemm::Mode::quads,
-                           .x = nullptr,
-                           .x_type = Number::float32,
-                           .t = p.t,
-                           .k = from.k,
-                           .token_scale = p.q_scale,
-                           .bias = p.bias,
-                           .out = p.out,
-                           .out_type = p.out_type,
-                           .from = from,
-                           .by_vectors = !amx});
+    const gemm::Panels panels = panels_of(p.w, amx ? amx : kernels().unpack_bytes);
+    gemm::Product product = gemm::product_of(panels, gemm::Mode::quads, p, from);
+    product.by_vectors = !amx;
+    gemm::multiply_panels(product);
 }
 
 // x (contiguous, float32 or bfloat16) times the weight, into `out`.
