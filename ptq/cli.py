@@ -157,15 +157,12 @@ MUCH_LOST = 0.2
 def _quality(model: str, recipe: Recipe, result: "Result") -> str:
     """What is known of a result's quality, and how to know more."""
     from ptq.files import companions
-    from ptq.reporting.sizes import with_error
 
-    kl, places = result.kl, f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"
+    places = f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
-        growth = _growth(result)
-        lost = "" if kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
-        found = f"KL from the original: {with_error(kl, result.kl_standard_error)} nats per token"
-        return f"{found} of a few rows of {result.text}, {growth}{lost}{more}"
+        lost = "" if result.kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
+        return f"on a few rows of {result.text}: {loss(result)}{lost}{more}"
     if not companions.has_tokenizer(result.out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
@@ -173,13 +170,16 @@ def _quality(model: str, recipe: Recipe, result: "Result") -> str:
     return f"its quality was not measured, for want of text: `quantize verify {places} --text FILE` does"
 
 
-def _growth(result: "Result") -> str:
+def loss(result: "Result") -> str:
+    """What a result has lost on the text that it was measured on."""
+    from ptq.reporting.sizes import with_error
+
+    kl = f"KL from the original {with_error(result.kl, result.kl_standard_error)} nats per token"
     if result.perplexity is None or result.original_perplexity is None:
-        return (
-            f"about {math.expm1(result.kl):+.1%} of perplexity" if result.kl < 1 else "more than twice the perplexity"
-        )
+        growth = f"about {math.expm1(result.kl):+.1%}" if result.kl < 1 else "more than twice"
+        return f"{kl}, {growth} of perplexity"
     growth = result.perplexity / result.original_perplexity - 1
-    return f"perplexity {result.original_perplexity:.3f} to {result.perplexity:.3f} ({growth:+.1%})"
+    return f"{kl}, perplexity {result.original_perplexity:.3f} to {result.perplexity:.3f} ({growth:+.1%})"
 
 
 def is_first_process() -> bool:

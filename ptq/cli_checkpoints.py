@@ -30,10 +30,11 @@ def inspect(
     as_json: cli_options.Json = False,
     debug: cli_options.Debug = False,
 ) -> None:
-    """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
+    """What is inside a checkpoint: formats, true bits per weight, rotations, sizes, and what made it."""
     from ptq.files import published
     from ptq.files.checkpoint import Checkpoint
-    from ptq.pipeline.work import RECORD
+    from ptq.pipeline.result import read_result
+    from ptq.pipeline.work import RECORD, read_record
     from ptq.reporting import console_tables, contents
 
     with source.headers_only(checkpoint) as (folder, _):
@@ -41,16 +42,19 @@ def inspect(
         found = contents.summary(opened)
         if found.groups:
             contents.check_tensors(opened)
+        path = opened.folder / RECORD
+        record, result = (read_record(path), read_result(folder)) if path.is_file() else (None, None)
     if as_json:
+        made = record and {key: record.get(key) for key in ("recipe", "version", "result")}
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
         print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,
                           "bits_per_weight": found.bits_per_weight, "kv_cache": found.cache,
-                          "residual_rotation": found.residual, "report": found.report}, indent=2))  # fmt: skip
+                          "residual_rotation": found.residual, "report": found.report, "made": made},
+                         indent=2))  # fmt: skip
         return
     typer.echo(console_tables.contents_table(found))
     if not (found.groups or found.cache or found.residual):
-        done = f"; {RECORD} says what was done to them" if (opened.folder / RECORD).is_file() else ""
-        typer.echo(f"not quantised: every tensor is a plain one{done}")
+        typer.echo("not quantised: every tensor is a plain one")
     if (form := published.form(opened.config)) is not None:
         typer.echo(f"published in {form}: `quantize` reads such weights as 16-bit numbers")
     if found.report is not None:
@@ -59,6 +63,10 @@ def inspect(
         typer.echo(console_tables.residual_line(found.residual))
     if found.cache is not None:
         typer.echo(console_tables.cache_line(found.cache))
+    if record is not None and result is not None:
+        typer.echo(f"made with {record.get('version')}; the whole recipe is in {RECORD}")
+        if result.text is not None:
+            typer.echo(f"measured on a few rows of {result.text}: {cli.loss(result)}")
 
 
 def verify(

@@ -205,7 +205,7 @@ def test_a_model_that_has_lost_much_is_told() -> None:
     measured = replace(result(0.01), perplexity=4.04, original_perplexity=4.0)
     assert "a.txt, perplexity 4.000 to 4.040 (+1.0%); `quantize ver" in cli._quality("MODEL", recipe, measured)
     growth = "about +1.0% of perplexity; `quantize ver"
-    assert f"0.0100 ± 0.0030 nats per token of a few rows of a.txt, {growth}" in good
+    assert f"on a few rows of a.txt: KL from the original 0.0100 ± 0.0030 nats per token, {growth}" in good
     assert "0.5000 nats per token" in bad and "about +64.9% of perplexity; warning: that is much" in bad
     assert "more than twice the perplexity; warning" in lost
     far = replace(result(1.05), perplexity=6.0, original_perplexity=4.0)
@@ -293,10 +293,28 @@ def test_inspect(packed: Path, tiny: Path, tmp_path: Path) -> None:
     assert found["kv_cache"] is None
     assert "not quantised" not in result.stdout and "not quantised" in quantize("inspect", tiny).stdout
     assert json.loads(quantize("inspect", tiny, "--json").stdout)["groups"] == []
-    assert "says what was done" not in quantize("inspect", tiny).stdout
-    assert quantize("rotate", tiny, tmp_path / "out").exit_code == 0
-    assert "a plain one; ptq.json says what was done" in quantize("inspect", tmp_path / "out").stdout
     assert "0.000" not in quantize("inspect", tiny).stdout
+
+
+def test_inspect_says_what_made_a_checkpoint(packed: Path, tiny: Path, tmp_path: Path) -> None:
+    assert "made with" not in quantize("inspect", tiny).stdout
+    assert json.loads(quantize("inspect", tiny, "--json").stdout)["made"] is None
+    assert quantize("rotate", tiny, tmp_path / "out").exit_code == 0
+    shown = quantize("inspect", tmp_path / "out").stdout
+    assert "a plain one" in shown and "made with ptq" in shown and "measured on" not in shown
+    record = json.loads((packed / "ptq.json").read_text())
+    made = json.loads(quantize("inspect", packed, "--json").stdout)["made"]
+    assert made == {key: record[key] for key in ("recipe", "version", "result")}
+    copy = tmp_path / "copy"
+    shutil.copytree(packed, copy)
+    measured = record["result"] | {"text": "a.txt", "kl": 0.01, "kl_standard_error": None, "perplexity": 6.06}
+    (copy / "ptq.json").write_text(json.dumps(record | {"result": measured | {"original_perplexity": 6}}))
+    shown = quantize("inspect", copy).stdout.splitlines()[-1]
+    told = "KL from the original 0.0100 nats per token, perplexity 6.000 to 6.060 (+1.0%)"
+    assert shown == f"measured on a few rows of a.txt: {told}"
+    for wrong in ({"kl": "0.01"}, {"text": ["a.txt"]}, {"perplexity": True}):
+        (copy / "ptq.json").write_text(json.dumps(record | {"result": measured | wrong}))
+        check_refused(quantize("inspect", copy), "ptq.json: no result of a run is in it; quantise again")
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -314,7 +332,7 @@ def test_inspect_shows_what_happens_when_the_model_runs(packed: Path, tmp_path: 
     edit_config(quantization_config=content)(copy)
     lines = quantize("inspect", copy).stdout.splitlines()
     assert "input bits=8 clip=0.9" in lines[1] and "clip" not in lines[2]
-    assert "key_bits=4 value_bits=2" in lines[-1]
+    assert "key_bits=4 value_bits=2" in lines[-2]
     assert json.loads(quantize("inspect", copy, "--json").stdout)["kv_cache"] == content["kv_cache"]
 
 

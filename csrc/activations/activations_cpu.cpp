@@ -30,7 +30,7 @@ void quantize(const Numbers& n, int64_t token, int8_t* q, float* scale) {
         kernels().bfloat16(n.quantizer, static_cast<const uint16_t*>(n.x) + at, n.k, q, scale);
 }
 
-Held hold(const Tensor& x, int64_t bits, double clip) {
+HeldTokens hold(const Tensor& x, int64_t bits, double clip) {
     const Quantizer z = quantizer("quantize_tokens", bits, clip);
     STD_TORCH_CHECK(x.dim() > 0, "quantize_tokens: x has no axis");
     const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;

@@ -13,10 +13,10 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> quantize_tokens(const t
                                                                          double clip);
 
 // The tokens of x, and the tensor that holds them.
-struct Held {
+struct HeldTokens {
     torch::stable::Tensor x;
     Numbers numbers;
 };
-Held hold(const torch::stable::Tensor& x, int64_t bits, double clip);
+HeldTokens hold(const torch::stable::Tensor& x, int64_t bits, double clip);
 
 }  // namespace ptq::activations

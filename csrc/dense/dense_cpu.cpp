@@ -53,18 +53,18 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     std::optional<Tensor> b;
     if (bias) b = compact(*bias);
     const Tensor out = empty_result(x, n, type);
-    const std::unique_ptr<float[]> spread(new float[t * spread_size(k)]);
+    const std::unique_ptr<float[]> arranged(new float[t * arranged_size(k)]);
     const Linear p{number_of(type),
                    number_of(weight_type),
                    in.const_data_ptr(),
-                   spread.get(),
+                   arranged.get(),
                    w.const_data_ptr(),
                    b ? b->const_data_ptr() : nullptr,
                    out.mutable_data_ptr(),
                    t,
                    n,
                    k};
-    kernels().spread(p);
+    kernels().arrange(p);
     in_shares(n, n * k, 16, [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
     return out;
 }
@@ -81,10 +81,10 @@ Tensor linear_of_heads(const Tensor& x, const Tensor& weights) {
                         x.dim() == 3 && weights.dim() == 3 && x.size(0) == weights.size(0) &&
                         x.size(2) == weights.size(2),
                     "linear_of_heads: expected x [heads, t, k] and weights [heads, n, k], of one dtype");
-    const int64_t heads = x.size(0), t = x.size(1), k = x.size(2), n = weights.size(1), each = t * spread_size(k);
+    const int64_t heads = x.size(0), t = x.size(1), k = x.size(2), n = weights.size(1), each = t * arranged_size(k);
     const int64_t size = number == Number::float32 ? 4 : 2;
     const Tensor in = compact(x), w = compact(weights), out = fresh(std::vector<int64_t>{heads, t, n}, type);
-    const std::unique_ptr<float[]> spread(new float[heads * each]);
+    const std::unique_ptr<float[]> arranged(new float[heads * each]);
     const auto* from = static_cast<const char*>(in.const_data_ptr());
     const auto* matrix = static_cast<const char*>(w.const_data_ptr());
     auto* to = static_cast<char*>(out.mutable_data_ptr());
@@ -92,7 +92,7 @@ Tensor linear_of_heads(const Tensor& x, const Tensor& weights) {
         return Linear{number,
                       number,
                       from + h * t * k * size,
-                      spread.get() + h * each,
+                      arranged.get() + h * each,
                       matrix + h * n * k * size,
                       nullptr,
                       to + h * t * n * size,
@@ -100,7 +100,7 @@ Tensor linear_of_heads(const Tensor& x, const Tensor& weights) {
                       n,
                       k};
     };
-    for (int64_t h = 0; h < heads; h++) kernels().spread(head(h));
+    for (int64_t h = 0; h < heads; h++) kernels().arrange(head(h));
     in_shares(heads * n, heads * n * k, 16, [&](int64_t first, int64_t last) {
         for (int64_t row = first, end; row < last; row = end) {
             const int64_t h = row / n;

@@ -7,9 +7,9 @@
 
 namespace ptq::dense {
 
-constexpr int64_t step = 64;  // columns that are multiplied at a time; a row of `spread` is filled up to whole steps
+constexpr int64_t step = 64;  // columns that are multiplied at a time; a row of `arranged` is filled up to whole steps
 
-inline int64_t spread_size(int64_t k) {
+inline int64_t arranged_size(int64_t k) {
     return (k + step - 1) / step * step;
 }
 
@@ -19,7 +19,7 @@ struct Linear {
     Number type;         // of x, the bias and the result
     Number weight_type;  // the same, or bfloat16
     const void* x;       // [t, k]
-    float* spread;       // [t, spread_size(k)]: x as `rows` wants it, made by `spread`
+    float* arranged;     // [t, arranged_size(k)]: x as `rows` wants it, made by `arrange`
     const void* weight;  // [n, k]
     const void* bias;    // [n], or null
     void* out;           // [t, n]
@@ -27,7 +27,7 @@ struct Linear {
 };
 
 struct Kernels {
-    void (*spread)(const Linear&);
+    void (*arrange)(const Linear&);
     void (*rows)(const Linear&, int64_t first, int64_t last);  // rows of the weight
 };
 

@@ -1,10 +1,10 @@
 // The kernels of one level: included after PTQ_LEVEL, the name of its table, is defined.
 //
 // A thread reads its rows as one stream, with prefetch. Four vectors of sixteen columns are multiplied at a time, each
-// with a sum of its own. Two neighbouring bfloat16 numbers lie in a dword: so x is spread to its even columns, then its
-// odd ones, 32 at a time. A weight of floats is read in the same order, so that its numbers alone matter. With AVX-512
-// BF16 one instruction multiplies both with x as it is: the fewer instructions stand between two loads, the more of
-// them wait for memory at once.
+// with a sum of its own. Two neighbouring bfloat16 numbers lie in a dword: so x is arranged to its even columns, then
+// its odd ones, 32 at a time. A weight of floats is read in the same order, so that its numbers alone matter. With
+// AVX-512 BF16 one instruction multiplies both with x as it is: the fewer instructions stand between two loads, the
+// more of them wait for memory at once.
 #include "common/fetch.h"
 #include "common/lanes.h"
 #include "dense/kernels.h"
@@ -39,11 +39,11 @@ inline bool in_pairs(const Linear& p) {
 #endif
 }
 
-void spread(const Linear& p) {
+void arrange(const Linear& p) {
     if (in_pairs(p)) return;
-    const int64_t size = spread_size(p.k);
+    const int64_t size = arranged_size(p.k);
     for (int64_t t = 0; t < p.t; t++) {
-        float* to = p.spread + t * size;
+        float* to = p.arranged + t * size;
         std::fill(to, to + size, 0.0f);
         for (int64_t i = 0; i < p.k; i++) {
             to[i / 32 * 32 + i % 2 * 16 + i % 32 / 2] = widened(p.x, t * p.k + i, p.type);
@@ -108,8 +108,8 @@ template <Number type, int tokens, Load load>  // `type` of the weight
 inline void row(const Linear& p, int64_t n, int64_t from) {
     constexpr int64_t bytes = type == Number::float32 ? 4 : 2;
     const uint8_t* weight = static_cast<const uint8_t*>(p.weight) + n * p.k * bytes;
-    const int64_t stride = spread_size(p.k), whole = p.k / step * step;
-    const float* x = p.spread + from * stride;
+    const int64_t stride = arranged_size(p.k), whole = p.k / step * step;
+    const float* x = p.arranged + from * stride;
     Lanes acc[tokens][chains] = {}, w[chains];
     for (int64_t i = 0; i < whole; i += step) {
         fetch_ahead<load>(weight + i * bytes, step * bytes, ahead);
@@ -198,6 +198,6 @@ void rows(const Linear& p, int64_t first, int64_t last) {
 
 }  // namespace
 
-const Kernels PTQ_LEVEL{spread, rows};
+const Kernels PTQ_LEVEL{arrange, rows};
 
 }  // namespace ptq::dense

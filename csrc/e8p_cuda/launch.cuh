@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/bits.h"
 #include "e8p_cuda/dequantize.cuh"
 #include "e8p_cuda/linear.cuh"
 
@@ -21,12 +22,6 @@ auto with_shape(int tokens, Run run) {
     if constexpr (sizeof(X) == 1)
         if (tokens > 16) return run.template operator()<Shape<bits, 4, 8, 1>>();
     return run.template operator()<Shape<bits, 2, 2, 4>>();
-}
-template <class Run>
-auto with_bits(int bits, Run run) {
-    if (bits == 2) return run.template operator()<2>();
-    if (bits == 3) return run.template operator()<3>();
-    return run.template operator()<4>();
 }
 
 // Fills in rows, log_copies, groups and grid: as many copies of the tables as fit, of shapes for 8 tokens fewer tokens
@@ -66,7 +61,7 @@ const char* run_linear(const Linear& from, int bits, const Device& device, Strea
             static_cast<size_t>(shared), stream, p);
         return error ? error : "";
     };
-    return with_bits(bits, [&]<int b>() -> const char* {
+    return with_bits<2, 3, 4>(bits, [&]<int b>() -> const char* {
         const char* error = with_shape<X, b>(from.tokens, [&]<class S>() { return run.template operator()<S>(from); });
         if (!error) error = run.template operator()<Shape<b, 1, 2, 8>>(from);  // less memory: fewer tokens at once
         if (!error) return "the device has too little shared memory";
@@ -79,7 +74,7 @@ const char* run_dequantize(const Dequantize& p, int bits, Stream stream) {
     const int blocks = (p.w.k + block_columns - 1) / block_columns, each = dequantize_threads / codes_of_block;
     const Grid grid{static_cast<unsigned>((p.w.n + tile_rows - 1) / tile_rows),  // on x: y ends at 65535
                     static_cast<unsigned>((blocks + each - 1) / each)};
-    return with_bits(
+    return with_bits<2, 3, 4>(
         bits, [&]<int b>() { return launch<dequantize_kernel<Out, b>>(grid, dequantize_threads, 0, stream, p); });
 }
 

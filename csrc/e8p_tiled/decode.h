@@ -38,7 +38,7 @@ inline Columns in_order(Columns x, std::integer_sequence<int, i...>) {
     return __builtin_shufflevector(x, x, column_of(i / 4, i % 4)...);
 }
 
-void arrange(const Arrange& p, int64_t first, int64_t last) {
+void arrange_tokens(const ArrangedTokens& p, int64_t first, int64_t last) {
     const int64_t width = blocks_in(p.k) * block_columns;
     for (int64_t t = first; t < last; t++) {
         const int8_t* q = p.q + t * p.k;
@@ -111,7 +111,7 @@ void quantized(const Quantized& p, int64_t first, int64_t last) {
 
 namespace ptq::e8p_tiled {
 
-const Kernels PTQ_LEVEL{arrange,  quantized,     spread,       floats,      dequantize,
-                        few_form, unpack_floats, unpack_pairs, unpack_bytes};
+const Kernels PTQ_LEVEL{arrange_tokens, quantized,     arrange_floats, floats,      dequantize,
+                        few_form,       unpack_floats, unpack_pairs,   unpack_bytes};
 
 }  // namespace ptq::e8p_tiled

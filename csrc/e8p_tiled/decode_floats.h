@@ -33,7 +33,7 @@ inline void read_block(const Floats& p, int64_t t, int64_t c, float x[block_colu
 }
 
 void spread_floats(const Floats& p, const Order& order, int64_t t) {
-    auto* to = reinterpret_cast<float*>(p.spread + t * p.spread_stride);
+    auto* to = reinterpret_cast<float*>(p.arranged + t * p.arranged_stride);
     for (int64_t c = 0; c < p.w.k; c += block_columns, to += block_columns) {
         float x[block_columns];
         read_block(p, t, c, x);
@@ -57,7 +57,7 @@ inline BlockWords picked(BlockWords x, BlockWords words) {
 void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
     const BlockWords words = words_of(order);
     const auto* from = static_cast<const uint16_t*>(p.x) + t * p.w.k;
-    uint8_t* to = p.spread + t * p.spread_stride;
+    uint8_t* to = p.arranged + t * p.arranged_stride;
     for (int64_t c = 0; c < p.w.k; c += block_columns, to += part_bytes) {
         BlockWords x{};
         if (c + block_columns <= p.w.k)
@@ -77,7 +77,7 @@ void spread_bytes(const Floats& p, const Order&, int64_t t) {
     const int64_t width = blocks_in(p.w.k) * block_columns, stride = ByteRow::stride(p.w.k);
     const int count = ByteRow::count(p.x_type);
     const tiles::ByteUnit unit(p.x, p.x_type, t * p.w.k, (t + 1) * p.w.k, count);
-    auto* to = reinterpret_cast<int8_t*>(p.spread + t * p.spread_stride);
+    auto* to = reinterpret_cast<int8_t*>(p.arranged + t * p.arranged_stride);
     for (int64_t c = 0; c < p.w.k; c += block_columns) {
         float x[block_columns];
         read_block(p, t, c, x);
@@ -99,7 +99,7 @@ void spread_bytes(const Floats& p, const Order&, int64_t t) {
 constexpr Form few_form = Form::floats;
 #endif
 
-void spread(const Floats& p, int64_t first, int64_t last) {
+void arrange_floats(const Floats& p, int64_t first, int64_t last) {
     const Order order(p.form == Form::pairs);
     auto one = spread_floats;
 #if defined(__AVX512VNNI__)
@@ -120,7 +120,7 @@ inline void multiply(const Points<bits>& points, const Floats& p, const uint8_t*
                      Lanes total[tokens]) {
     constexpr int rows = parts * tokens;
     const int64_t stride = ByteRow::stride(p.w.k), blocks = blocks_in(p.w.k);
-    const auto* q = reinterpret_cast<const int8_t*>(p.spread + from * p.spread_stride);
+    const auto* q = reinterpret_cast<const int8_t*>(p.arranged + from * p.arranged_stride);
     SignedInts sums[rows];
     integers<bits, rows>(points, block, blocks, q, stride, sums);
     for (int i = 0; i < rows; i++) {
@@ -135,8 +135,8 @@ inline void multiply(const Points<bits>& points, const Floats& p, const uint8_t*
 template <int bits, int tokens, int parts>
 inline void multiply(const Points<bits>& points, const Floats& p, const uint8_t* block, int64_t from,
                      Lanes total[tokens]) {
-    const int64_t blocks = blocks_in(p.w.k), stride = p.spread_stride;
-    const uint8_t* x = p.spread + from * stride;
+    const int64_t blocks = blocks_in(p.w.k), stride = p.arranged_stride;
+    const uint8_t* x = p.arranged + from * stride;
     tiles::FloatSums<tokens> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
         fetch(block, block_bytes(bits));

@@ -74,17 +74,17 @@ void many_floats(const Floats& p) {
                            .bias = p.bias,
                            .out = p.out,
                            .out_type = p.out_type,
-                           .rows = reinterpret_cast<const uint32_t*>(p.spread),
-                           .row_steps = p.spread_stride / 4});
+                           .rows = reinterpret_cast<const uint32_t*>(p.arranged),
+                           .row_steps = p.arranged_stride / 4});
 }
 
 // x as its kernel wants it, in the memory that is returned.
-std::unique_ptr<int32_t[]> spread(Floats& p, bool many) {
+std::unique_ptr<int32_t[]> arrange(Floats& p, bool many) {
     p.form = form_of(p.x_type, many);
     const int64_t steps = spread_steps(p.w.k, p.x_type, p.form);
     std::unique_ptr<int32_t[]> room(new int32_t[p.t * steps]);
-    p.spread = reinterpret_cast<uint8_t*>(room.get()), p.spread_stride = 4 * steps;
-    run(kernels().spread, p, p.t, p.w.k);
+    p.arranged = reinterpret_cast<uint8_t*>(room.get()), p.arranged_stride = 4 * steps;
+    run(kernels().arrange_floats, p, p.t, p.w.k);
     return room;
 }
 
@@ -93,13 +93,14 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
     STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "e8p_linear_quantized: q must be int8");
     const int64_t k = q.size(-1), t = tokens_of(q), width = blocks_in(k) * block_columns;
     STD_TORCH_CHECK(q_scale.numel() == t, "e8p_linear_quantized: q_scale must have ", t, " elements");
-    const Held h = hold(tiles, scale, bias, n, k, bits);
+    const HeldWeight h = hold(tiles, scale, bias, n, k, bits);
     const Tensor tokens = compact(q), token_scale = as_float(q_scale);
     const std::unique_ptr<int32_t[]> arranged(new int32_t[t * width / 4]), offsets(new int32_t[t]);
     auto* rows = reinterpret_cast<int8_t*>(arranged.get());
-    run(kernels().arrange,
-        Arrange{static_cast<const int8_t*>(tokens.const_data_ptr()), t, k, rows, offsets.get(), offset_of(h.w.bits)}, t,
-        k / 4);
+    run(kernels().arrange_tokens,
+        ArrangedTokens{static_cast<const int8_t*>(tokens.const_data_ptr()), t, k, rows, offsets.get(),
+                       offset_of(h.w.bits)},
+        t, k / 4);
     const Tensor out = empty_result(q, n, kernel_type(dtype));
     const auto* scales = static_cast<const float*>(token_scale.const_data_ptr());
     const Quantized p{h.w, rows, offsets.get(), scales, h.bias_data(), out.mutable_data_ptr(), number_of(dtype), t};
@@ -114,14 +115,14 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
                     int64_t n, int64_t bits) {
     STD_TORCH_CHECK(x.dim() > 0, "e8p_linear_tiled: x has no axis");
     const int64_t k = x.size(-1), t = tokens_of(x);
-    const Held h = hold(tiles, scale, bias, n, k, bits);
+    const HeldWeight h = hold(tiles, scale, bias, n, k, bits);
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     const Tensor out = empty_result(x, n, inside);
     Floats p{h.w, in.const_data_ptr(), number_of(inside),      nullptr,           0,
              {},  h.bias_data(),       out.mutable_data_ptr(), number_of(inside), t};
     const bool many = is_many(p);
-    const std::unique_ptr<int32_t[]> room = spread(p, many);
+    const std::unique_ptr<int32_t[]> room = arrange(p, many);
     if (many)
         many_floats(p);
     else
@@ -138,7 +139,7 @@ void run_quantized(const std::vector<Quantized>& problems) {
 void run_floats(const std::vector<Floats>& problems) {
     const auto many = [](Floats p) {
         if (p.form == form_of(p.x_type, true)) return many_floats(p);
-        const std::unique_ptr<int32_t[]> room = spread(p, true);
+        const std::unique_ptr<int32_t[]> room = arrange(p, true);
         many_floats(p);
     };
     tiles::run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many);
@@ -147,7 +148,7 @@ void run_floats(const std::vector<Floats>& problems) {
 namespace {
 
 Tensor dequantize(const Tensor& tiles, const Tensor& scale, int64_t n, int64_t bits, int64_t k) {
-    const Held h = hold(tiles, scale, std::nullopt, n, k, bits);
+    const HeldWeight h = hold(tiles, scale, std::nullopt, n, k, bits);
     const Tensor out = empty({n, k}, ScalarType::Float);
     run(kernels().dequantize, Dequantize{h.w, static_cast<float*>(out.mutable_data_ptr())}, k ? row_tiles(n) : 0,
         tile_rows * k);

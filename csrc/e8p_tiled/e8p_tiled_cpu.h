@@ -7,7 +7,7 @@
 
 namespace ptq::e8p_tiled {
 
-// Products whose tokens are arranged or spread, each of few or many.
+// Products whose tokens are arranged, each of few or many.
 void run_quantized(const std::vector<Quantized>& problems);
 void run_floats(const std::vector<Floats>& problems);
 

@@ -52,7 +52,7 @@ void add_biases(const Tensor& y, const experts::Inside& inside, size_t first, co
 
 // What `count` weights of every expert make of the same input, before their products are transformed back: float32
 // [count * rows, n], one weight of all experts after the other.
-Tensor multiplied(const Weights& weights, const Seen& in, const Int64s& counts, size_t count, int64_t n,
+Tensor multiplied(const ExpertWeights& weights, const Seen& in, const Int64s& counts, size_t count, int64_t n,
                   ScalarType dtype) {
     const int64_t rows = in.x.size(0);
     const Tensor out = fresh(Int64s{static_cast<int64_t>(count) * rows, n}, in.scale ? ScalarType::Float : dtype);
@@ -87,7 +87,7 @@ Tensor compute(const Tensor& x, const Int64s& tokens, const Int64s& counts, cons
     for (size_t i = 0; i < 3 * count; i++)
         check_tensor("e8p_experts", "sv", sv[i], ScalarType::Float, {i < 2 * count ? width : k});
     const auto weights = [&](size_t first, size_t last, int64_t n, int64_t columns) {
-        Weights found;
+        ExpertWeights found;
         for (size_t i = first; i < last; i++)
             found.held.push_back(hold(tiles[i], scale[i], std::nullopt, n, columns, bits));
         return found;

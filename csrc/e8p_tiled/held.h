@@ -31,7 +31,7 @@ inline void check_bits(int64_t bits) {
 }
 
 // The tensors of a weight, checked and held: their pointers are in `w`.
-struct Held {
+struct HeldWeight {
     Tensor tiles, scale;
     std::optional<Tensor> bias;
     Weight w;
@@ -44,14 +44,14 @@ struct Held {
     const float* bias_data() const { return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr; }
 };
 
-inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias, int64_t n, int64_t k,
-                 int64_t bits) {
+inline HeldWeight hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias, int64_t n,
+                       int64_t k, int64_t bits) {
     check_bits(bits);
     STD_TORCH_CHECK(k <= most_columns, "e8p tiles: more than ", most_columns, " columns: ", k);
     check_tensor("e8p tiles", "tiles", tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64});
     check_tensor("e8p tiles", "scale", scale, ScalarType::Int, {1});
     STD_TORCH_CHECK(!bias || bias->numel() == n, "e8p tiles: bias must have ", n, " elements");
-    Held h{compact(tiles), scale, std::nullopt, {}};
+    HeldWeight h{compact(tiles), scale, std::nullopt, {}};
     if (bias) h.bias = as_float(*bias);
     h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()), {}, n, k, static_cast<int>(bits)};
     h.w = h.now();

@@ -18,7 +18,7 @@ struct Weight {
 };
 
 // Tokens as `quantized` and the panels of gemm/ want them.
-struct Arrange {
+struct ArrangedTokens {
     const int8_t* q;  // [t, k]
     int64_t t, k;
     int8_t* to;        // [t, columns of whole blocks]: within a block in the order of the level, then zeros
@@ -29,7 +29,7 @@ struct Arrange {
 // y[t, n] as quip_sharp/tiled_ops.py defines it: the same bits at every level.
 struct Quantized {
     Weight w;
-    const int8_t* q;  // as `arrange` has left it
+    const int8_t* q;  // as `arrange_tokens` has left it
     const int32_t* offsets;
     const float* q_scale;  // [t]
     const float* bias;     // [n], or null
@@ -49,7 +49,7 @@ enum class Form {
 // first: x is the sum of the rows, each times its `factor`.
 struct ByteRow {
     static constexpr int64_t tail = 16;  // bytes of what follows the columns of a row:
-    int32_t offset;                      // as `Arrange` has it
+    int32_t offset;                      // as `ArrangedTokens` has it
     float factor;
     static constexpr int64_t stride(int64_t k) { return blocks_in(k) * block_columns + tail; }
     static constexpr int count(Number x) { return x == Number::bfloat16 ? 3 : 4; }
@@ -61,9 +61,9 @@ struct Floats {
     Weight w;
     const void* x;  // [t, k]
     Number x_type;
-    uint8_t* spread;        // [t, spread_stride]: x as `floats` wants it, made by `spread`
-    int64_t spread_stride;  // bytes
-    Form form;              // what `spread` makes
+    uint8_t* arranged;        // [t, arranged_stride]: x as `floats` wants it, made by `arrange_floats`
+    int64_t arranged_stride;  // bytes
+    Form form;                // what `arrange_floats` makes
     const float* bias;
     void* out;  // [t, n]
     Number out_type;
@@ -76,11 +76,11 @@ struct Dequantize {
     float* out;
 };
 
-// Each works on units [first, last): row tiles; `arrange` and `spread` on tokens.
+// Each works on units [first, last): row tiles; `arrange_tokens` and `arrange_floats` on tokens.
 struct Kernels {
-    void (*arrange)(const Arrange&, int64_t first, int64_t last);
+    void (*arrange_tokens)(const ArrangedTokens&, int64_t first, int64_t last);
     void (*quantized)(const Quantized&, int64_t first, int64_t last);
-    void (*spread)(const Floats&, int64_t first, int64_t last);
+    void (*arrange_floats)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
     void (*dequantize)(const Dequantize&, int64_t first, int64_t last);
     Form few;                                                // what `floats` takes

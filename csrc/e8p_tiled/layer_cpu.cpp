@@ -13,7 +13,7 @@ struct Layers {
     layer::Int64s n;
     int64_t bits;
 
-    using Prepared = layer::Together<Weights>;
+    using Prepared = layer::Together<ExpertWeights>;
     std::vector<const Tensors*> tensors() const { return {&tiles, &scale}; }
     Prepared prepare(size_t first, size_t last, int64_t k, const Tensors& biases) const {
         return Prepared::of(first, last, n, biases, [&](size_t i, const std::optional<Tensor>& bias) {

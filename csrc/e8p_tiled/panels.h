@@ -2,6 +2,7 @@
 // anonymous namespace.
 #pragma once
 
+#include "common/bits.h"
 #include "e8p_tiled/kernels.h"
 #include "e8p_tiled/numbers.h"
 
@@ -26,18 +27,10 @@ PTQ_INLINE void over_panel(const Weight& w, int64_t tile, int64_t tiles, int64_t
     }
 }
 
-// Calls unpack.operator()<bits>().
-template <class Unpack>
-inline void with_bits(int bits, const Unpack& unpack) {
-    if (bits == 2) return unpack.template operator()<2>();
-    if (bits == 3) return unpack.template operator()<3>();
-    unpack.template operator()<4>();
-}
-
 // For AMX less their offset: signed.
 void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(w.bits, [&]<int bits>() {
+    with_bits<2, 3, 4>(w.bits, [&]<int bits>() {
         over_panel<bits, 1>(w, tile, tiles, column, end, panel, [&](const Dwords& weights, uint32_t* to) {
 #if defined(__AMX_INT8__)
             const __m512i offset = _mm512_set1_epi8(static_cast<char>(offset_of(bits)));
@@ -52,7 +45,7 @@ void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t colum
 [[maybe_unused]] void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
                                     void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(w.bits, [&]<int bits>() {
+    with_bits<2, 3, 4>(w.bits, [&]<int bits>() {
         over_panel<bits, 4>(w, tile, tiles, column, end, panel, [&](const Dwords& weights, uint32_t* to) {
             Dwords numbers[4];
             to_floats<bits>(weights, numbers);
@@ -65,7 +58,7 @@ void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t colum
 [[maybe_unused]] void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
                                    void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(w.bits, [&]<int bits>() {
+    with_bits<2, 3, 4>(w.bits, [&]<int bits>() {
         over_panel<bits, 2>(w, tile, tiles, column, end, panel, [&](const Dwords& weights, uint32_t* to) {
             Dwords pairs[2];
             to_pairs<bits>(weights, pairs);

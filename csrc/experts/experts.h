@@ -21,7 +21,7 @@ using Int64s = std::vector<int64_t>;
 using Shares = std::vector<double>;
 
 // A token for every row, the rows of one expert together; the share of each row.
-struct Rows {
+struct ExpertRows {
     const Int64s &tokens, &counts;
     const Shares& shares;
 };
@@ -106,7 +106,7 @@ struct Inside {
     }
 };
 
-inline void check(const Tensor& x, const Rows& r, size_t weights, const Inside& inside) {
+inline void check(const Tensor& x, const ExpertRows& r, size_t weights, const Inside& inside) {
     const auto& [tokens, counts, shares] = r;
     const bool floats = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
     STD_TORCH_CHECK(x.dim() == 2 && floats, "experts: expected x [t, k], float32 or bfloat16");
@@ -129,7 +129,7 @@ inline Tensors some(const Tensors& all, size_t first, size_t last) {
 }
 
 // The weighted sum of y [rows, k] for every token of x.
-inline Tensor weighed(const Tensor& y, const Rows& rows, const Tensor& x) {
+inline Tensor weighed(const Tensor& y, const ExpertRows& rows, const Tensor& x) {
     const Tensor total = fresh(x.sizes(), x.scalar_type());
     const auto sum = x.scalar_type() == ScalarType::Float ? add_rows<Single> : add_rows<Brain>;
     sum(y, rows.shares, rows.tokens, total);
@@ -139,7 +139,7 @@ inline Tensor weighed(const Tensor& y, const Rows& rows, const Tensor& x) {
 // `gate_up`: the weights of all gates, then of all ups; `last`: those of all downs. Each has
 // multiply(const Seen&, const std::vector<Product>&), and adds its own bias.
 template <class Weights>
-Tensor compute(const Tensor& x, const Rows& rows, int64_t width, const Weights& gate_up, const Weights& last,
+Tensor compute(const Tensor& x, const ExpertRows& rows, int64_t width, const Weights& gate_up, const Weights& last,
                const Input& plain, const Inside& inside, const Input& down) {
     const auto count = static_cast<int64_t>(rows.tokens.size());
     const ScalarType dtype = x.scalar_type();

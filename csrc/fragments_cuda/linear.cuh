@@ -143,24 +143,24 @@ template <class T, class S>
 PTQ_KERNEL(S::threads, S::resident)
 void linear_kernel(const Linear p) {
     const int across = warp() % S::across, along = warp() / S::across, groups = groups_of_rows<S>(p.w);
-    const Place place = place_of<S>(p.tokens);
+    const BlockWork work = work_of<S>(p.tokens);
     const auto tile_of = [&](int rows) { return (rows * S::across + across) * S::tiles; };
-    const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(place.first_token) * p.w.k;
+    const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(work.first_token) * p.w.k;
     const Range range = range_of<S>(p.w.k, block_y() * S::along + along, p.splits * S::along);
-    prefetch_weights<S>(p.w, range, tile_of(place.rows));
-    Sums<T, S> sums(p.w, range, tile_of(place.rows));
-    const TokenRows<T> tokens{x, place.count, kept_rows<S>(p.tokens), p.aligned, p.buffers, block_y(), p.splits};
-    Feed<S, T> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile_of(place.rows), along, shared());
+    prefetch_weights<S>(p.w, range, tile_of(work.rows));
+    Sums<T, S> sums(p.w, range, tile_of(work.rows));
+    const TokenRows<T> tokens{x, work.count, kept_rows<S>(p.tokens), p.aligned, p.buffers, block_y(), p.splits};
+    Feed<S, T> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile_of(work.rows), along, shared());
     follow_previous();
     feed.begin();
     uint8_t* rooms = shared() + p.buffers * Buffers<S, 2>::token_bytes(tokens.rows);
     int turn = 0;
-    for (int rows = place.rows; rows < groups; rows += p.blocks) {
+    for (int rows = work.rows; rows < groups; rows += p.blocks) {
         feed.run(sums, S::roams && rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
         sums.flush();
         hand_over<S, 2>(sums.total, rooms, turn++, [&](int a, int r, int row, int token, float sum) {
             write_out(p, sum * Sums<T, S>::factor(row), tile_rows * ((rows * S::across + a) * S::tiles + r) + row,
-                      place.first_token + token);
+                      work.first_token + token);
         });
         if constexpr (!S::roams) return;
         sums.begin();

@@ -113,11 +113,11 @@ template <class S>
 PTQ_KERNEL(S::threads, 1)
 void narrow_kernel(const Quantized p) {
     follow_previous();
-    const Place place = place_of<S>(p.tokens);
+    const BlockWork work = work_of<S>(p.tokens);
     const int k = (p.w.k + block_columns - 1) / block_columns * packed_columns,
-              tile = (place.rows * S::across + warp()) * S::tiles;
+              tile = (work.rows * S::across + warp()) * S::tiles;
     NarrowSums<S> sums{Scales<S>(p.w, 0, tile)};
-    const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(place.first_token) * k, place.count, S::tokens, true, 2};
+    const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(work.first_token) * k, work.count, S::tokens, true, 2};
     Feed<S, int8_t> feed(p.w.fragments, p.w.n, k, tokens, tile, 0, shared());
     feed.begin();
     feed.run(sums, -1);
@@ -127,7 +127,7 @@ void narrow_kernel(const Quantized p) {
     for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
     for (int i = 0; i < 4; i++)
         write_quantized(p, sums.total[r][m][i], 1, tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2),
-                        place.first_token + 8 * m + 2 * (lane() % 4) + i % 2);
+                        work.first_token + 8 * m + 2 * (lane() % 4) + i % 2);
 }
 
 // Whether a weight can be multiplied so.

@@ -130,20 +130,20 @@ template <class S>
 PTQ_KERNEL(S::threads, S::resident)
 void quantized_kernel(const Quantized p) {
     const int across = warp() % S::across, along = warp() / S::across, groups = groups_of_rows<S>(p.w);
-    const Place place = place_of<S>(p.tokens);
+    const BlockWork work = work_of<S>(p.tokens);
     const auto tile_of = [&](int rows) { return (rows * S::across + across) * S::tiles; };
     const Range range = range_of<S>(p.w.k, along, S::along);
-    prefetch_weights<S>(p.w, range, tile_of(place.rows));
-    IntegerSums<S> sums(p.w, range, tile_of(place.rows));
-    const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(place.first_token) * p.w.k, place.count,
+    prefetch_weights<S>(p.w, range, tile_of(work.rows));
+    IntegerSums<S> sums(p.w, range, tile_of(work.rows));
+    const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(work.first_token) * p.w.k, work.count,
                                    kept_rows<S>(p.tokens), p.aligned, p.buffers};
-    Feed<S, int8_t> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile_of(place.rows), along, shared());
+    Feed<S, int8_t> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile_of(work.rows), along, shared());
     follow_previous();
     feed.begin();
     uint8_t* rooms = shared() + p.buffers * Buffers<S, 1>::token_bytes(tokens.rows);
     constexpr float of_values = 1.0f / (1 << S::Code::shift);
     int turn = 0;
-    for (int rows = place.rows; rows < groups; rows += p.blocks) {
+    for (int rows = work.rows; rows < groups; rows += p.blocks) {
         feed.run(sums, S::roams && rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
         const auto row_of = [&](int a, int r, int row) {
             return tile_rows * ((rows * S::across + a) * S::tiles + r) + row;
@@ -153,12 +153,12 @@ void quantized_kernel(const Quantized p) {
             hand_over<S, 1>(sums.sum, rooms, turn++, [&](int a, int r, int row, int token, int32_t sum) {
                 row = row_of(a, r, row);
                 const float total = cuda::multiply(row_scale(p.w, row), static_cast<float>(sum));
-                write_quantized(p, total, of_values, row, place.first_token + token);
+                write_quantized(p, total, of_values, row, work.first_token + token);
             });
         } else {
             sums.flush();
             hand_over<S, 1>(sums.total, rooms, turn++, [&](int a, int r, int row, int token, float sum) {
-                write_quantized(p, sum, of_values, row_of(a, r, row), place.first_token + token);
+                write_quantized(p, sum, of_values, row_of(a, r, row), work.first_token + token);
             });
         }
         if constexpr (!S::roams) return;

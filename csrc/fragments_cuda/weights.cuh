@@ -148,11 +148,11 @@ struct Scales {
 
 // Blocks of threads follow each other along the tokens first, so that those which read the same weights run at the same
 // time, and all but the first find them in the L2 cache. `rows`: the first group of rows.
-struct Place {
+struct BlockWork {
     int rows, first_token, count;
 };
 template <class S>
-PTQ_DEVICE Place place_of(int tokens, int block = block_x()) {
+PTQ_DEVICE BlockWork work_of(int tokens, int block = block_x()) {
     const int blocks = (tokens + S::tokens - 1) / S::tokens, first = block % blocks * S::tokens;
     return {block / blocks, first, tokens - first < S::tokens ? tokens - first : S::tokens};
 }

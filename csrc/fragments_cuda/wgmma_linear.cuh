@@ -43,12 +43,12 @@ PTQ_DEVICE void wgmma_linear(const Linear& p) {
     using T = typename S::X;
     const Stages<S> stages;
     stages.prepare();
-    Place place = place_of<S>(p.tokens);
+    BlockWork work = work_of<S>(p.tokens);
     const Range range = range_of<S>(p.w.k, block_y(), p.splits);
-    int tile = place.rows * S::across * S::tiles;
+    int tile = work.rows * S::across * S::tiles;
     if (warp() >= S::across) {
         leave_registers();
-        const int64_t token_tile = place.first_token / wgmma_tokens;
+        const int64_t token_tile = work.first_token / wgmma_tokens;
         const uint8_t* tokens = static_cast<const uint8_t*>(p.x) + token_tile * stages_of<T>(p.w.k) * wgmma_tile_bytes;
         if (warp() == S::across) feed(stages, p.w, tokens, range, tile);
         block_barrier();  // of `hand_out`
@@ -60,10 +60,10 @@ PTQ_DEVICE void wgmma_linear(const Linear& p) {
     multiply(stages, p.w, range, product);
     int block = block_x();  // computed again: no register is left to keep it in
     keep(block);
-    place = place_of<S>(p.tokens, block);
-    tile = (place.rows * S::across + warp()) * S::tiles;
+    work = work_of<S>(p.tokens, block);
+    tile = (work.rows * S::across + warp()) * S::tiles;
     hand_out<S>(product, [&](int r, int in_tile, float (&y)[tile_rows]) {
-        const int token = place.first_token + in_tile, row = tile_rows * (tile + r);
+        const int token = work.first_token + in_tile, row = tile_rows * (tile + r);
         if (token >= p.tokens || row >= p.w.n) return;
         PTQ_UNROLL
         for (int i = 0; i < tile_rows; i++) y[i] *= S::Code::template factor<T>;

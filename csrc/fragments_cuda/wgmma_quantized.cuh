@@ -51,12 +51,12 @@ template <class S>
 PTQ_DEVICE void wgmma_quantized(const Quantized& p) {
     const Stages<S> stages;
     stages.prepare();
-    Place place = place_of<S>(p.tokens);
+    BlockWork work = work_of<S>(p.tokens);
     const Range range{0, stages_of<int8_t>(p.w.k)};
-    int tile = place.rows * S::across * S::tiles;
+    int tile = work.rows * S::across * S::tiles;
     if (warp() >= S::across) {
         leave_registers();
-        const int64_t token_tile = place.first_token / wgmma_tokens;
+        const int64_t token_tile = work.first_token / wgmma_tokens;
         const uint8_t* tokens = reinterpret_cast<const uint8_t*>(p.q) + token_tile * range.last * wgmma_tile_bytes;
         if (warp() == S::across) feed(stages, p.w, tokens, range, tile);
         block_barrier();  // of `hand_out`
@@ -70,10 +70,10 @@ PTQ_DEVICE void wgmma_quantized(const Quantized& p) {
     multiply(stages, p.w, range, product);
     int block = block_x();  // computed again: no register is left to keep it in
     keep(block);
-    place = place_of<S>(p.tokens, block);
-    tile = (place.rows * S::across + warp()) * S::tiles;
+    work = work_of<S>(p.tokens, block);
+    tile = (work.rows * S::across + warp()) * S::tiles;
     hand_out<S>(product, [&](int r, int in_tile, float (&y)[tile_rows]) {
-        const int token = place.first_token + in_tile, row = tile_rows * (tile + r);
+        const int token = work.first_token + in_tile, row = tile_rows * (tile + r);
         if (token >= p.tokens || row >= p.w.n) return;
         // As write_quantized: a function that both call makes nvcc's code of linear_kernel three times as long.
         const float factor = cuda::multiply(p.q_scale[token], 1.0f / (1 << S::Code::shift));

@@ -108,14 +108,14 @@ PTQ_INLINE void begin_group(const Block& b, int64_t group, SignedInts sum[tokens
 
 // What the next group is multiplied with. A block itself is only read: to copy it in one piece, as compilers do, would
 // wait for all that was just written into it.
-struct Place {
+struct Cursor {
     const uint8_t* codes;
     const uint32_t* x;
 };
 
 // The columns of a group, or part; `blocks` where it is known, 0 where it is not.
 template <class Op, int tiles, int tokens, int blocks>
-PTQ_INLINE void multiply_columns(const Block& b, Place& at, typename Op::Sum sum[tokens][tiles]) {
+PTQ_INLINE void multiply_columns(const Block& b, Cursor& at, typename Op::Sum sum[tokens][tiles]) {
     const int64_t count = blocks ? blocks : b.blocks, tile_step = b.tile_step, x_step = b.x_step;
     Ahead* const ahead = b.ahead;
 #pragma GCC unroll 1
@@ -133,7 +133,7 @@ void multiply_groups(const Block& b) {
     // Integer scales: floats hold the sums of a panel exactly, in two steps; integers would take a slow product.
     constexpr bool held = hold<tiles, tokens>, whole = std::is_same_v<Total, SignedInts>;
     static_assert(direct_columns * 15 * 8 * 128 < 1 << 24);
-    Place at{b.codes, b.x};
+    Cursor at{b.codes, b.x};
     const float* scales = b.scale;
     Lanes total[tokens][tiles] = {};
     if constexpr (held && !whole) PTQ_EACH_SUM total[t][r] = load(b.total + (t * tiles + r) * tile_rows);
@@ -167,7 +167,7 @@ void multiply_groups(const Block& b) {
 template <class Op, class Total, int tiles, int tokens>
 void multiply_part(const Block& b) {
     SignedInts sum[tokens][tiles];
-    Place at{b.codes, b.x};
+    Cursor at{b.codes, b.x};
     if (b.begins)
         begin_group<tiles, tokens>(b, 0, sum);
     else
@@ -188,7 +188,7 @@ void multiply_part(const Block& b) {
 // Floats: sums go on from group to group, in the unit of each, so that its end costs one product.
 template <class Op, int tiles, int tokens, int blocks>
 void multiply_floats(const Block& b) {
-    Place at{b.codes, b.x};
+    Cursor at{b.codes, b.x};
     const float* ratios = b.scale;
     const bool begins = b.begins;
     Lanes sum[tokens][tiles];

@@ -12,15 +12,15 @@ namespace {
 using cuda::ScalarType;
 using torch::stable::Tensor;
 
-Element element_of(const Tensor& x) {
+Dtype dtype_of(const Tensor& x) {
     const ScalarType type = x.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::Half ||
                         type == ScalarType::BFloat16,
                     "hadamard: x must be float16, bfloat16, float32 or float64");
-    return type == ScalarType::Float    ? Element::float32
-           : type == ScalarType::Double ? Element::float64
-           : type == ScalarType::Half   ? Element::float16
-                                        : Element::bfloat16;
+    return type == ScalarType::Float    ? Dtype::float32
+           : type == ScalarType::Double ? Dtype::float64
+           : type == ScalarType::Half   ? Dtype::float16
+                                        : Dtype::bfloat16;
 }
 
 // The sizes and matrices of a transform: x is contiguous.
@@ -33,7 +33,7 @@ Task task(const Tensor& x, const std::optional<Tensor>& signs, const std::vector
     STD_TORCH_CHECK(order > 0 && size % order == 0, "hadamard: axis ", dim, " has size ", size,
                     ", not a multiple of the order ", order);
     Task t{};
-    t.element = t.out_element = element_of(x);
+    t.dtype = t.out_dtype = dtype_of(x);
     t.in = x.const_data_ptr();
     t.order = order;
     t.blocks = size / order;
@@ -126,7 +126,7 @@ Tensor hadamard_to(const Tensor& x, const std::optional<Tensor>& signs, const st
         Task t = task(in, plain, factors, order, -1, transpose);
         const Tensor out = cuda::empty_like_device(in.sizes(), type, in);
         t.out = out.mutable_data_ptr();
-        t.out_element = element_of(out);
+        t.out_dtype = dtype_of(out);
         t.aligned = cuda::is_aligned(t.in);
         Transform p;
         if (plan(t, device, p)) {

@@ -94,7 +94,7 @@ PTQ_DEVICE void write_token(const Transform& p, int8_t* q, bool aligned, float* 
     }
 }
 
-// The first element of a thread in the last steps, or -1 where it has none. Like `place_of`, found anew each time.
+// The first element of a thread in the last steps, or -1 where it has none. Like `elements_of`, found anew each time.
 template <int log>
 PTQ_DEVICE int last_place(const Transform& p) {
     int id = thread();
@@ -137,10 +137,10 @@ PTQ_DEVICE void columns_pass(const Transform& p, bool aligned, const float* buff
 
 // A thread's first element before the rows are transformed (row t, column group g of its warp) and after that (row g,
 // group 2 t). Found anew for every chunk: in the last steps there are no registers left to keep it in.
-struct Place {
+struct ThreadElements {
     int lane, from, to;
 };
-PTQ_DEVICE Place place_of(const Transform& p) {
+PTQ_DEVICE ThreadElements elements_of(const Transform& p) {
     int id = thread();
     keep(id);
     const int each = 1 << (p.split.log - 1), g = id / 4 % 8, t = id % 4;
@@ -166,30 +166,30 @@ void split_kernel(const Transform p) {
     constexpr bool ahead = source == Source::plain;
     const auto fetch = [&](int chunk) {
         const In* in = static_cast<const In*>(p.in) + static_cast<int64_t>(chunk) * token;
-        numbers.load(p, in + place_of(p).from, 4 << p.split.row_log);
+        numbers.load(p, in + elements_of(p).from, 4 << p.split.row_log);
     };
     if constexpr (ahead) fetch(block_x());
     load_matrix<typename Taken::Operand>(p, tiles, matrix);
     block_barrier();
     for (int chunk = block_x(); chunk < p.chunks; chunk += p.grid) {
         const int64_t start = static_cast<int64_t>(chunk) * token;
-        const Place place = place_of(p);
+        const ThreadElements at = elements_of(p);
         float v[32 * tiles];
         if constexpr (ahead) {
-            multiply_rows(numbers, matrix + place.lane, 0, v);
+            multiply_rows(numbers, matrix + at.lane, 0, v);
         } else {
             if constexpr (takes_input<In, Out>)
                 if (p.input.gain) find_norms<In>(p, start, token, norms, reinterpret_cast<float*>(reduce));
             stage<In, source>(p, start, token, norms, buffer);
-            const auto* from = reinterpret_cast<typename Taken::Stored*>(buffer) + staged(p.split, place.from);
+            const auto* from = reinterpret_cast<typename Taken::Stored*>(buffer) + staged(p.split, at.from);
             PTQ_UNROLL
             for (int j = 0; j < 8; j += Taken::columns) {
                 numbers.load(p, from + j, staged(p.split, 4 << p.split.row_log));
-                multiply_rows(numbers, matrix + place.lane, j, v);
+                multiply_rows(numbers, matrix + at.lane, j, v);
             }
             block_barrier();
         }
-        exchange<tiles>(p, place.lane, v, buffer + spread(p.split, place.to));
+        exchange<tiles>(p, at.lane, v, buffer + spread(p.split, at.to));
         if constexpr (ahead)
             if (chunk + p.grid < p.chunks) fetch(chunk + p.grid);
         block_barrier();

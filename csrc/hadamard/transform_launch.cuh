@@ -9,16 +9,16 @@
 
 namespace ptq::hadamard {
 
-enum class Element { float32, float64, float16, bfloat16 };
-inline int size_of(Element e) {
-    return e == Element::float32 ? 4 : e == Element::float64 ? 8 : 2;
+enum class Dtype { float32, float64, float16, bfloat16 };
+inline int size_of(Dtype e) {
+    return e == Dtype::float32 ? 4 : e == Dtype::float64 ? 8 : 2;
 }
 
 // x[outer, blocks * order, inner] on the device; with `token_scale`, `out` is int8.
 struct Task {
     const void* in;
     void* out;
-    Element element;
+    Dtype dtype;
     int64_t outer, blocks, order, inner;
     const void* signs;  // in the type that is computed in, or null
     bool transpose;
@@ -30,7 +30,7 @@ struct Task {
     activations::Quantizer quantizer;
     bool aligned;         // in and out, and what `input` has, are multiples of 16
     inputs::Input input;  // what follows is done by the fast kernel alone
-    Element out_element;  // of a result that is not quantised
+    Dtype out_dtype;      // of a result that is not quantised
 };
 
 using cuda::Device;
@@ -82,7 +82,7 @@ inline void plan_split(const Task& t, const Device& device, Transform& p) {
 inline bool plan(const Task& t, const Device& device, Transform& p) {
     constexpr int64_t chunk = 4096, most = 1 << 15;  // elements
     const int64_t token = t.blocks * t.order;
-    if (t.inner != 1 || t.element == Element::float64 || t.order > most || t.codes.size() > max_dense) return false;
+    if (t.inner != 1 || t.dtype == Dtype::float64 || t.order > most || t.codes.size() > max_dense) return false;
     if (token >= int64_t{1} << 31) return false;
     const bool whole = t.token_scale || t.input.gain;  // tokens in a chunk
     if (whole && token > most) return false;
@@ -124,7 +124,7 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     const int64_t elements = static_cast<int64_t>(p.per_block) * t.order;
     p.threads = elements >= 16384 ? (p.factors.count ? 512 : 320) : elements >= 2048 ? 256 : 64;
     p.prefetch = elements > 8192 && !t.input.gain;
-    const int element = size_of(t.element);
+    const int element = size_of(t.dtype);
     if (p.prefetch && shared_bytes(p, element) > static_cast<size_t>(device.shared_per_block)) p.prefetch = false;
     const size_t bytes = shared_bytes(p, element);
     if (bytes > static_cast<size_t>(device.shared_per_block)) return false;
@@ -159,16 +159,16 @@ const char* run_fast(const Transform& p, Stream stream) {
     return p.token_scale ? run_fast<In, int8_t>(p, stream) : run_fast<In, In>(p, stream);
 }
 inline const char* run_fast(const Transform& p, const Task& t, Stream stream) {
-    if (t.element == Element::float16) return run_fast<Half>(p, stream);
-    if (t.element == Element::bfloat16) return run_fast<Bfloat16>(p, stream);
-    if (!p.token_scale && t.out_element == Element::float16) return run_fast<float, Half>(p, stream);
-    if (!p.token_scale && t.out_element == Element::bfloat16) return run_fast<float, Bfloat16>(p, stream);
+    if (t.dtype == Dtype::float16) return run_fast<Half>(p, stream);
+    if (t.dtype == Dtype::bfloat16) return run_fast<Bfloat16>(p, stream);
+    if (!p.token_scale && t.out_dtype == Dtype::float16) return run_fast<float, Half>(p, stream);
+    if (!p.token_scale && t.out_dtype == Dtype::bfloat16) return run_fast<float, Bfloat16>(p, stream);
     return run_fast<float>(p, stream);
 }
 
 // Bytes of each of the two work buffers of `run_general`.
 inline int64_t general_bytes(const Task& t) {
-    return t.outer * t.blocks * t.order * t.inner * (t.element == Element::float64 ? 8 : 4);
+    return t.outer * t.blocks * t.order * t.inner * (t.dtype == Dtype::float64 ? 8 : 4);
 }
 
 template <class In, class Out, class Number>
@@ -206,9 +206,9 @@ const char* run_general(const Task& t, void* first, void* second, Stream stream,
     return number ? run_copy<Number, Number, Number>(back, stream) : run_copy<Number, X, Number>(back, stream);
 }
 inline const char* run_general(const Task& t, void* first, void* second, Stream stream, void* number = nullptr) {
-    if (t.element == Element::float64) return run_general<double, double>(t, first, second, stream, number);
-    if (t.element == Element::float32) return run_general<float, float>(t, first, second, stream, number);
-    if (t.element == Element::float16) return run_general<Half, float>(t, first, second, stream, number);
+    if (t.dtype == Dtype::float64) return run_general<double, double>(t, first, second, stream, number);
+    if (t.dtype == Dtype::float32) return run_general<float, float>(t, first, second, stream, number);
+    if (t.dtype == Dtype::float16) return run_general<Half, float>(t, first, second, stream, number);
     return run_general<Bfloat16, float>(t, first, second, stream, number);
 }
 

@@ -1,6 +1,7 @@
 // Which of the compiled shapes to launch. No torch here.
 #pragma once
 
+#include "common/bits.h"
 #include "fragments_cuda/launch.cuh"
 #include "fragments_cuda/narrow.cuh"
 #include "fragments_cuda/wgmma_launch.cuh"
@@ -52,22 +53,7 @@ auto with_quantized_shape(const Weights& w, int tokens, const Device& device, Ru
 }
 template <class Run>
 auto with_code(int bits, Run run) {
-    switch (bits) {
-        case 2:
-            return run.template operator()<Integer<2>>();
-        case 3:
-            return run.template operator()<Integer<3>>();
-        case 5:
-            return run.template operator()<Integer<5>>();
-        case 6:
-            return run.template operator()<Integer<6>>();
-        case 7:
-            return run.template operator()<Integer<7>>();
-        case 8:
-            return run.template operator()<Integer<8>>();
-        default:
-            return run.template operator()<Integer<4>>();
-    }
+    return with_bits<2, 3, 4, 5, 6, 7, 8>(bits, [&]<int b>() { return run.template operator()<Integer<b>>(); });
 }
 // Four bits without zeros are the ones that are used most: they have kernels of their own.
 template <class Run>

@@ -20,7 +20,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-struct Rows {
+struct LookUp {
     const uint8_t* codes;   // [n, bytes] or [row tiles, super-blocks, 64 bits]
     const uint16_t* scale;  // [n, g] or [row tiles, g, 16]: bits of bfloat16
     const uint8_t* zero;    // likewise; null where it is 2^(bits - 1)
@@ -69,7 +69,7 @@ void tiled_codes(const uint8_t* tile, int64_t r, int bits, int64_t k, uint8_t* o
 }
 
 // Rows [first, last) of the result; `code` has room for k bytes.
-void decode(const Rows& p, int64_t first, int64_t last, uint8_t* code) {
+void decode(const LookUp& p, int64_t first, int64_t last, uint8_t* code) {
     using namespace tiles;
     const int64_t bytes = (p.k * p.bits + 7) / 8;
     for (int64_t i = first; i < last; i++) {
@@ -93,8 +93,8 @@ void decode(const Rows& p, int64_t first, int64_t last, uint8_t* code) {
     }
 }
 
-Tensor look_up(Rows p, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero, const Tensor& index,
-               int64_t n, ScalarType dtype) {
+Tensor look_up(LookUp p, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
+               const Tensor& index, int64_t n, ScalarType dtype) {
     STD_TORCH_CHECK(index.dim() == 1 && index.scalar_type() == ScalarType::Long,
                     "integer_rows: index must be int64 [u]");
     const Tensor c = compact(codes), s = compact(scale), rows = compact(index);
@@ -118,11 +118,11 @@ Tensor look_up(Rows p, const Tensor& codes, const Tensor& scale, const std::opti
     return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
 }
 
-Rows weight(int64_t bits, int64_t group_size, int64_t k, bool tiled) {
+LookUp weight(int64_t bits, int64_t group_size, int64_t k, bool tiled) {
     STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer_rows: bits must be 2 to 8, found ", bits);
     STD_TORCH_CHECK(k >= 0 && group_size >= 0 && (group_size == 0 || k % group_size == 0), "integer_rows: ", k,
                     " columns do not divide into groups of ", group_size);
-    Rows p{};
+    LookUp p{};
     p.bits = static_cast<int>(bits), p.k = k, p.tiled = tiled;
     p.group = group_size ? group_size : k, p.groups = group_size ? k / group_size : 1;
     return p;
@@ -130,7 +130,7 @@ Rows weight(int64_t bits, int64_t group_size, int64_t k, bool tiled) {
 
 Tensor rows(const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero, const Tensor& index,
             int64_t bits, int64_t group_size, int64_t k, ScalarType dtype) {
-    const Rows p = weight(bits, group_size, k, false);
+    const LookUp p = weight(bits, group_size, k, false);
     const int64_t n = codes.size(0);
     check_tensor("integer_rows", "codes", codes, ScalarType::Byte, {n, (k * bits + 7) / 8});
     check_tensor("integer_rows", "scale", scale, ScalarType::Short, {n, p.groups});
@@ -141,7 +141,7 @@ Tensor rows(const Tensor& codes, const Tensor& scale, const std::optional<Tensor
 Tensor rows_tiled(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero, const Tensor& index,
                   int64_t n, int64_t bits, int64_t group_size, int64_t k, ScalarType dtype) {
     using namespace tiles;
-    const Rows p = weight(bits, group_size, k, true);
+    const LookUp p = weight(bits, group_size, k, true);
     check_tensor("integer_rows_tiled", "tiles", tiles, ScalarType::Byte,
                  {row_tiles(n), blocks_in(k), block_bytes(p.bits)});
     check_tensor("integer_rows_tiled", "scale", scale, ScalarType::Short, {row_tiles(n), p.groups, tile_rows});

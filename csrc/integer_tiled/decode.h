@@ -140,7 +140,7 @@ namespace ptq::integer_tiled {
 
 const Kernels PTQ_LEVEL{sums,
                         quantized,
-                        spread,
+                        arrange,
                         floats,
                         unpack_floats,
                         unpack_pairs,

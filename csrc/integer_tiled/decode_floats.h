@@ -21,13 +21,13 @@ namespace {
 // --- x ---------------------------------------------------------------------------------------------------------------
 
 #if defined(PTQ_BYTE_ROWS)
-void spread(const Floats& p, int64_t first, int64_t last) {
+void arrange(const Floats& p, int64_t first, int64_t last) {
     const int64_t blocks = p.w.groups * p.w.group_blocks;
     for (int64_t t = first; t < last; t++)
-        spread_rows(p.x, p.x_type, t, p.w.k, blocks, p.w.group_blocks, p.spread, p.spread_stride);
+        arrange_rows(p.x, p.x_type, t, p.w.k, blocks, p.w.group_blocks, p.arranged, p.arranged_stride);
 }
 #else
-void spread(const Floats& p, int64_t first, int64_t last) {
+void arrange(const Floats& p, int64_t first, int64_t last) {
     const int64_t k = p.w.k, size = p.w.group_blocks * block_columns;
     const int parts = p.x_type == Number::float32 ? 3 : 1;
     for (int64_t t = first; t < last; t++)
@@ -36,7 +36,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
             for (int64_t i = g * size; i < (g + 1) * size; i += tile_rows) {
                 const Lanes x = read(p.x, p.x_type, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
                 sum += x;
-                store_columns(p.spread + t * p.spread_stride, i, x, parts);
+                store_columns(p.arranged + t * p.arranged_stride, i, x, parts);
             }
             p.sums[t * p.w.groups + g] = vectors::sum(sum);
         }
@@ -147,9 +147,9 @@ void finish(const Floats& p, const Lanes (&y)[tokens], int64_t tile, int64_t fro
 template <int bits, int tokens, int parts>
 void floats_tile(const Floats& p, const Table<bits>&, int64_t tile, int64_t from) {
     const Weight& w = p.w;
-    const int64_t all = w.groups * w.group_blocks, stride = p.spread_stride / byte_rows;
+    const int64_t all = w.groups * w.group_blocks, stride = p.arranged_stride / byte_rows;
     const uint8_t* block = w.tiles + tile * all * block_bytes(bits);
-    const auto* q = reinterpret_cast<const int8_t*>(p.spread + from * p.spread_stride);
+    const auto* q = reinterpret_cast<const int8_t*>(p.arranged + from * p.arranged_stride);
     const int8_t* segments = q + all * block_columns;
     Lanes y[tokens] = {};
     over_segments(all, w.group_blocks, [&](int64_t first, int64_t last) __attribute__((always_inline)) {
@@ -171,7 +171,7 @@ template <int bits, int tokens, int parts>
 void floats_tile(const Floats& p, [[maybe_unused]] const Table<bits>& table, int64_t tile, int64_t from) {
     const Weight& w = p.w;
     const uint8_t* block = w.tiles + tile * w.groups * w.group_blocks * block_bytes(bits);
-    const uint8_t* x = p.spread + from * p.spread_stride;
+    const uint8_t* x = p.arranged + from * p.arranged_stride;
     Lanes y[tokens] = {};
     for (int64_t g = 0; g < w.groups; g++) {
         const int64_t at = tile * w.groups + g;
@@ -179,10 +179,10 @@ void floats_tile(const Floats& p, [[maybe_unused]] const Table<bits>& table, int
         Lanes total[tokens];
         if constexpr (in_pairs) {
 #if defined(__AVX512BF16__)
-            multiply_pairs<bits, tokens, parts>(block, w.group_blocks, x, p.spread_stride, table, total);
+            multiply_pairs<bits, tokens, parts>(block, w.group_blocks, x, p.arranged_stride, table, total);
 #endif
         } else {
-            multiply_floats<bits, tokens>(block, w.group_blocks, x, p.spread_stride, total);
+            multiply_floats<bits, tokens>(block, w.group_blocks, x, p.arranged_stride, total);
         }
         if (w.zero) {
             const SignedInts offset = (1 << (bits - 1)) - load_zero(w.zero + at * tile_rows);

@@ -14,8 +14,8 @@
 namespace ptq::integer_tiled {
 namespace {
 
-struct Weights {
-    std::vector<Held> held;
+struct ExpertWeights {
+    std::vector<HeldWeight> held;
 
     void multiply(const Seen& in, const std::vector<experts::Product>& products) const {
         in.scale ? integers(in.x, *in.scale, products) : floats(in.x, products);
@@ -40,20 +40,20 @@ struct Weights {
     }
 
     void floats(const Tensor& x, const std::vector<experts::Product>& products) const {
-        const int64_t rows = x.size(0), k = x.size(1), groups = held.front().w.groups, bytes = spread_bytes(k);
+        const int64_t rows = x.size(0), k = x.size(1), groups = held.front().w.groups, bytes = arranged_bytes(k);
         const int64_t size = k * experts::width_of(x.scalar_type());
-        const std::unique_ptr<uint8_t[]> spread(new uint8_t[rows * bytes]);
+        const std::unique_ptr<uint8_t[]> arranged(new uint8_t[rows * bytes]);
         const std::unique_ptr<float[]> sums(new float[rows * groups]);
         std::vector<Floats> problems;
         for (const experts::Product& p : products)
             problems.push_back({held[p.weight].w, static_cast<const uint8_t*>(x.const_data_ptr()) + p.from * size,
-                                number_of(x.scalar_type()), spread.get() + p.from * bytes, bytes,
+                                number_of(x.scalar_type()), arranged.get() + p.from * bytes, bytes,
                                 sums.get() + p.from * groups, held[p.weight].bias_data(), p.to(),
                                 number_of(p.out.scalar_type()), p.rows});
         Floats all = problems.front();
-        all.x = x.const_data_ptr(), all.spread = spread.get(), all.sums = sums.get(), all.t = rows;
+        all.x = x.const_data_ptr(), all.arranged = arranged.get(), all.sums = sums.get(), all.t = rows;
         if (experts::any_few(problems))
-            run_codes(rows, k, [&](int64_t first, int64_t last) { vector_kernels().spread(all, first, last); });
+            run_codes(rows, k, [&](int64_t first, int64_t last) { vector_kernels().arrange(all, first, last); });
         run_floats(problems);
     }
 };
@@ -63,7 +63,7 @@ Tensor compute(const Tensor& x, const experts::Int64s& tokens, const experts::In
                int64_t width, int64_t bits, int64_t group_size, int64_t input_bits, double clip, const Tensors& factors,
                int64_t order, int64_t down_bits, double down_clip, const Tensors& biases,
                const experts::Shares& clamped) {
-    const experts::Rows rows{tokens, counts, shares};
+    const experts::ExpertRows rows{tokens, counts, shares};
     const experts::Inside inside{biases, clamped};
     experts::check(x, rows, tiles.size(), inside);
     STD_TORCH_CHECK(scale.size() == tiles.size() && (zero.empty() || zero.size() == tiles.size()),
@@ -71,8 +71,8 @@ Tensor compute(const Tensor& x, const experts::Int64s& tokens, const experts::In
     const size_t count = counts.size();
     const auto weights = [&](size_t first, size_t last, int64_t n, int64_t k) {
         const auto part = [&](const Tensors& all) { return experts::some(all, first, last); };
-        return Weights{hold_all(part(tiles), part(scale), part(zero), part(biases), experts::Int64s(last - first, n), k,
-                                bits, group_size)};
+        return ExpertWeights{hold_all(part(tiles), part(scale), part(zero), part(biases),
+                                      experts::Int64s(last - first, n), k, bits, group_size)};
     };
     const Tensors none;
     return experts::compute(x, rows, width, weights(0, 2 * count, width, x.size(1)),

@@ -43,15 +43,15 @@ inline void check_bits(int64_t bits) {
 }
 
 // The tensors of a weight, checked and held: their pointers are in `w`.
-struct Held {
+struct HeldWeight {
     Tensor tiles, scale;
     std::optional<Tensor> zero, bias;
     Weight w;
     const float* bias_data() const { return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr; }
 };
 
-inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
-                 const std::optional<Tensor>& bias, int64_t n, int64_t k, int64_t bits, int64_t group_size) {
+inline HeldWeight hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
+                       const std::optional<Tensor>& bias, int64_t n, int64_t k, int64_t bits, int64_t group_size) {
     check_bits(bits);
     STD_TORCH_CHECK(group_size >= 0 && group_size % block_columns == 0 && (group_size == 0 || k % group_size == 0),
                     "integer tiles: ", k, " columns do not divide into groups of ", group_size);
@@ -66,7 +66,7 @@ inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<T
                  {row_tiles(n), groups + multiples, tile_rows});
     if (zero) check_tensor("integer tiles", "zero", *zero, ScalarType::Byte, {row_tiles(n), groups, tile_rows});
     STD_TORCH_CHECK(!bias || bias->numel() == n, "integer tiles: bias must have ", n, " elements");
-    Held h{compact(tiles), compact(scale), std::nullopt, std::nullopt, {}};
+    HeldWeight h{compact(tiles), compact(scale), std::nullopt, std::nullopt, {}};
     if (zero) h.zero = compact(*zero);
     if (bias) h.bias = as_float(*bias);
     h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()),
@@ -82,13 +82,14 @@ inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<T
 }
 
 // Weights that share an input: `zero` and `bias` are empty, or one for each; a bias of no elements is none.
-inline std::vector<Held> hold_all(const Tensors& tiles, const Tensors& scale, const Tensors& zero, const Tensors& bias,
-                                  const std::vector<int64_t>& n, int64_t k, int64_t bits, int64_t group_size) {
+inline std::vector<HeldWeight> hold_all(const Tensors& tiles, const Tensors& scale, const Tensors& zero,
+                                        const Tensors& bias, const std::vector<int64_t>& n, int64_t k, int64_t bits,
+                                        int64_t group_size) {
     const size_t count = n.size();
     STD_TORCH_CHECK(count > 0 && tiles.size() == count && scale.size() == count &&
                         (zero.empty() || zero.size() == count) && (bias.empty() || bias.size() == count),
                     "integer tiles: lists of different lengths");
-    std::vector<Held> held;
+    std::vector<HeldWeight> held;
     held.reserve(count);
     for (size_t i = 0; i < count; i++)
         held.push_back(hold(tiles[i], scale[i], zero.empty() ? std::nullopt : std::optional(zero[i]),

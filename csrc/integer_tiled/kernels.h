@@ -46,20 +46,20 @@ struct Floats {
     Weight w;
     const void* x;  // [t, k]
     Number x_type;
-    uint8_t* spread;        // [t, spread_bytes(k)]: x as `floats` wants it, made by `spread`
-    int64_t spread_stride;  // bytes
-    float* sums;            // [t, groups]: of x, made by `spread`
+    uint8_t* arranged;        // [t, arranged_bytes(k)]: x as `floats` wants it, made by `arrange`
+    int64_t arranged_stride;  // bytes
+    float* sums;              // [t, groups]: of x, made by `arrange`
     const float* bias;
     void* out;  // [t, n]
     Number out_type;
     int64_t t;
 };
 
-// Each works on units [first, last): row tiles; `sums` and `spread` on tokens.
+// Each works on units [first, last): row tiles; `sums` and `arrange` on tokens.
 struct Kernels {
     void (*sums)(const Sums&, int64_t first, int64_t last);
     void (*quantized)(const Quantized&, int64_t first, int64_t last);
-    void (*spread)(const Floats&, int64_t first, int64_t last);
+    void (*arrange)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
     gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; those of numbers may be null
     gemm::Direct direct[7];                                  // of codes of 2 to 8 bits

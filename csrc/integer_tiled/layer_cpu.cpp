@@ -15,7 +15,7 @@ struct Layers {
     int64_t bits, group_size;
 
     struct Prepared {
-        std::vector<Held> held;
+        std::vector<HeldWeight> held;
         Tensors operator()(const Seen& in, ScalarType dtype) const {
             return in.scale ? multiply_quantized(in.x, *in.scale, held, dtype) : multiply_floats(in.x, held);
         }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/bits.h"
 #include "integer_tiled/kernels.h"
 #include "tiles/layout.h"
 
@@ -22,7 +23,7 @@ Word load(const uint8_t* from, int64_t bytes = sizeof(Word)) {
 
 // Eight codes of Bits bits, packed in Bits bytes, as eight bytes.
 template <int Bits>
-uint64_t spread(uint64_t word) {
+uint64_t spread_bits(uint64_t word) {
     uint64_t codes = 0;
     for (int j = 0; j < 8; j++) codes |= (word >> Bits * j & ((1u << Bits) - 1)) << 8 * j;
     return codes;
@@ -40,7 +41,7 @@ void row_to_codes(const uint8_t* row, int64_t bytes, uint8_t* codes, int64_t wid
     for (int64_t i = 0, at = 0; i < width; i += 8, at += Bits) {
         const int64_t left = std::clamp<int64_t>(bytes - at, 0, Bits);  // beyond the row: columns of zeros
         const uint64_t word = left ? load<uint64_t>(row + at, bytes - at >= 8 ? 8 : left) : 0;
-        const uint64_t eight = spread<Bits>(word);
+        const uint64_t eight = spread_bits<Bits>(word);
         std::memcpy(codes + i, &eight, 8);
     }
 }
@@ -106,35 +107,14 @@ void unpack(const Pack& p, int64_t first, int64_t last) {
     }
 }
 
-// Calls f.operator()<Bits>() for the bits of a weight, which the caller has checked.
-template <class F>
-void with_bits(int bits, const F& f) {
-    switch (bits) {
-        case 2:
-            return f.template operator()<2>();
-        case 3:
-            return f.template operator()<3>();
-        case 4:
-            return f.template operator()<4>();
-        case 5:
-            return f.template operator()<5>();
-        case 6:
-            return f.template operator()<6>();
-        case 7:
-            return f.template operator()<7>();
-        default:
-            return f.template operator()<8>();
-    }
-}
-
 }  // namespace
 
 void pack_tiles(const Pack& p, int64_t first, int64_t last) {
-    with_bits(p.bits, [&]<int Bits>() { pack<Bits>(p, first, last); });
+    with_bits<2, 3, 4, 5, 6, 7, 8>(p.bits, [&]<int Bits>() { pack<Bits>(p, first, last); });
 }
 
 void unpack_tiles(const Pack& p, int64_t first, int64_t last) {
-    with_bits(p.bits, [&]<int Bits>() { unpack<Bits>(p, first, last); });
+    with_bits<2, 3, 4, 5, 6, 7, 8>(p.bits, [&]<int Bits>() { unpack<Bits>(p, first, last); });
 }
 
 }  // namespace ptq::integer_tiled

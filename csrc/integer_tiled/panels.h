@@ -2,6 +2,7 @@
 // anonymous namespace.
 #pragma once
 
+#include "common/bits.h"
 #include "gemm/block.h"
 #include "integer_tiled/kernels.h"
 #include "integer_tiled/pairs.h"
@@ -13,7 +14,7 @@ using namespace tiles;
 namespace {
 
 // Where the steps of a panel go.
-struct Place {
+struct PanelSpan {
     int64_t tile, tiles, column, end;
     void* panel;
 };
@@ -21,7 +22,7 @@ struct Place {
 // Calls write(codes, to, of its group) for every quad of a panel; its `steps` steps begin at `to`. What of(row tile,
 // group) gives is read once in a group: a compiler fears that steps overlap it.
 template <int bits, int steps, class Of, class Write>
-PTQ_INLINE void over_panel(const Weight& w, const Place& p, const Of& of, const Write& write) {
+PTQ_INLINE void over_panel(const Weight& w, const PanelSpan& p, const Of& of, const Write& write) {
     for (int64_t r = 0; r < p.tiles; r++) {
         const uint8_t* block =
             w.tiles + (p.tile + r) * tile_bytes(w.k, bits) + p.column / block_columns * block_bytes(bits);
@@ -41,14 +42,6 @@ PTQ_INLINE void over_panel(const Weight& w, const Place& p, const Of& of, const 
 
 struct Nothing {};
 constexpr auto nothing_at = [](int64_t, int64_t) { return Nothing{}; };
-
-// Calls unpack.operator()<bits>().
-template <class Unpack>
-inline void with_bits(int bits, const Unpack& unpack) {
-    [&]<int... i>(std::integer_sequence<int, i...>) {
-        (void)((bits == i + 2 && (unpack.template operator()<i + 2>(), true)) || ...);
-    }(std::make_integer_sequence<int, 7>{});
-}
 
 // --- bytes -----------------------------------------------------------------------------------------------------------
 
@@ -91,7 +84,7 @@ PTQ_INLINE Multiples multiples_at(const Weight& w, int64_t tile, int64_t group) 
 }
 
 template <int bits>
-void multiplied_bytes(const Weight& w, const Place& p) {
+void multiplied_bytes(const Weight& w, const PanelSpan& p) {
     over_panel<bits, 1>(
         w, p, [&](int64_t tile, int64_t group) { return multiples_at<bits>(w, tile, group); },
         [&](const Dwords& codes, uint32_t* to, const Multiples& multiples)
@@ -101,7 +94,7 @@ void multiplied_bytes(const Weight& w, const Place& p) {
 // For AMX less 2^(bits - 1): signed.
 void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(w.bits, [&]<int bits>() {
+    with_bits<2, 3, 4, 5, 6, 7, 8>(w.bits, [&]<int bits>() {
         if constexpr (bits <= most_multiplied)
             if (w.multiples) return multiplied_bytes<bits>(w, {tile, tiles, column, end, panel});
         over_panel<bits, 1>(w, {tile, tiles, column, end, panel}, nothing_at,
@@ -168,7 +161,7 @@ PTQ_INLINE Lanes difference(const Dwords& codes, const SignedInts& zero) {
 
 #if defined(__AVX2__)
 template <int bits>
-void floats_of_panel(const Weight& w, const Place& p) {
+void floats_of_panel(const Weight& w, const PanelSpan& p) {
     const int64_t next = p.tiles * tile_rows;
     over_panel<bits, 4>(
         w, p, [&](int64_t tile, int64_t group) { return zero_at(w, tile, group); },
@@ -183,7 +176,8 @@ void floats_of_panel(const Weight& w, const Place& p) {
 [[maybe_unused]] void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
                                     void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(w.bits, [&]<int bits>() { floats_of_panel<bits>(w, {tile, tiles, column, end, panel}); });
+    with_bits<2, 3, 4, 5, 6, 7, 8>(w.bits,
+                                   [&]<int bits>() { floats_of_panel<bits>(w, {tile, tiles, column, end, panel}); });
 }
 #else  // the kernel for few tokens is faster
 constexpr gemm::Unpack unpack_floats = nullptr;
@@ -196,7 +190,7 @@ PTQ_INLINE Dwords differences(const Dwords& codes, const SignedInts& zero) {
 }
 
 template <int bits>
-void pairs_of_panel(const Weight& w, const Place& p) {
+void pairs_of_panel(const Weight& w, const PanelSpan& p) {
     const int64_t next = p.tiles * tile_rows;
     if (bits <= 6 && !w.zero) {
         static const Table<bits> made;
@@ -219,7 +213,8 @@ void pairs_of_panel(const Weight& w, const Place& p) {
 [[maybe_unused]] void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
                                    void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(w.bits, [&]<int bits>() { pairs_of_panel<bits>(w, {tile, tiles, column, end, panel}); });
+    with_bits<2, 3, 4, 5, 6, 7, 8>(w.bits,
+                                   [&]<int bits>() { pairs_of_panel<bits>(w, {tile, tiles, column, end, panel}); });
 }
 #else
 constexpr gemm::Unpack unpack_pairs = nullptr;

@@ -27,7 +27,7 @@ using torch::stable::empty;
 constexpr int64_t few_tokens = 8;     // more go to `many_tokens`,
 constexpr int64_t few_floats = 16;    // of floats, to `many_floats`, where there is one,
 constexpr int64_t few_avx2 = 32;      // below AVX-512
-constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
+constexpr int64_t chunk_tokens = 32;  // of floats: arranged, they stay in the second-level cache
 
 }  // namespace
 
@@ -107,13 +107,13 @@ void many_floats(const Floats& p) {
 
 // `like`: a tensor with the axes of the tokens.
 Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const float* scales,
-                        const std::vector<Held>& held, ScalarType dtype) {
+                        const std::vector<HeldWeight>& held, ScalarType dtype) {
     const int64_t t = tokens.t, groups = held.front().w.groups;
     const int64_t width = blocks_in(tokens.k) * block_columns;
     const std::unique_ptr<int32_t[]> sums(new int32_t[t * groups]);
     Tensors results;
     std::vector<Quantized> problems;
-    for (const Held& h : held) {
+    for (const HeldWeight& h : held) {
         results.push_back(empty_result(like, h.w.n, kernel_type(dtype)));
         problems.push_back({h.w, nullptr, width, scales, sums.get(), h.bias_data(), results.back().mutable_data_ptr(),
                             number_of(dtype), t});
@@ -142,7 +142,8 @@ void run_floats(const std::vector<Floats>& problems) {
     run_rows(vector_kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
 }
 
-Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype) {
+Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<HeldWeight>& held,
+                           ScalarType dtype) {
     const int64_t t = tokens_of(q);
     STD_TORCH_CHECK(q_scale.numel() == t, "integer_linear_quantized: q_scale must have ", t, " elements");
     const Tensor whole = compact(q), scale = as_float(q_scale);
@@ -150,15 +151,15 @@ Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::ve
     return multiply_tokens(q, tokens, static_cast<const float*>(scale.const_data_ptr()), held, dtype);
 }
 
-Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
+Tensors multiply_floats(const Tensor& x, const std::vector<HeldWeight>& held) {
     const int64_t k = x.size(-1), t = tokens_of(x);
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     Tensors results;
-    for (const Held& h : held) results.push_back(empty_result(x, h.w.n, inside));
+    for (const HeldWeight& h : held) results.push_back(empty_result(x, h.w.n, inside));
     const auto problem = [&](size_t i) {
         return Floats{
-            held[i].w,           in.const_data_ptr(),           number_of(inside), nullptr, spread_bytes(k), nullptr,
+            held[i].w,           in.const_data_ptr(),           number_of(inside), nullptr, arranged_bytes(k), nullptr,
             held[i].bias_data(), results[i].mutable_data_ptr(), number_of(inside), t};
     };
     if (is_many(problem(0))) {
@@ -166,7 +167,7 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
         return cast(std::move(results), dtype);
     }
     const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
-    const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
+    const std::unique_ptr<uint8_t[]> arranged(new uint8_t[most * arranged_bytes(k)]);
     const std::unique_ptr<float[]> sums(new float[most * held.front().w.groups]);
     for (int64_t from = 0; from < t; from += most) {
         std::vector<Floats> problems;
@@ -174,11 +175,11 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
             Floats p = problem(i);
             p.x = static_cast<const uint8_t*>(p.x) + from * k * size;
             p.out = static_cast<uint8_t*>(p.out) + from * p.w.n * size;
-            p.spread = spread.get(), p.sums = sums.get(), p.t = std::min(most, t - from);
+            p.arranged = arranged.get(), p.sums = sums.get(), p.t = std::min(most, t - from);
             problems.push_back(p);
         }
         const Floats& one = problems.front();
-        run_codes(one.t, k, [&](int64_t first, int64_t last) { vector_kernels().spread(one, first, last); });
+        run_codes(one.t, k, [&](int64_t first, int64_t last) { vector_kernels().arrange(one, first, last); });
         run_rows(vector_kernels().floats, problems);
     }
     return cast(std::move(results), dtype);
@@ -194,7 +195,7 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
                         const std::optional<Tensor>& zero, const std::optional<Tensor>& bias, int64_t n, int64_t bits,
                         int64_t group_size, ScalarType dtype) {
     check_input(q);
-    std::vector<Held> held;
+    std::vector<HeldWeight> held;
     held.push_back(hold(tiles, scale, zero, bias, n, q.size(-1), bits, group_size));
     return multiply_quantized(q, q_scale, held, dtype).front();
 }
@@ -202,8 +203,8 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
 Tensor linear_tokens(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
                      const std::optional<Tensor>& bias, int64_t n, int64_t bits, int64_t group_size, int64_t input_bits,
                      double clip, ScalarType dtype) {
-    const activations::Held in = activations::hold(x, input_bits, clip);
-    std::vector<Held> held;
+    const activations::HeldTokens in = activations::hold(x, input_bits, clip);
+    std::vector<HeldWeight> held;
     held.push_back(hold(tiles, scale, zero, bias, n, x.size(-1), bits, group_size));
     const std::unique_ptr<float[]> scales(new float[in.numbers.t]);
     const gemm::Tokens tokens{in.numbers.t, in.numbers.k, nullptr, &in.numbers, scales.get(), 1};
@@ -214,14 +215,14 @@ Tensors linears_quantized(const Tensor& q, const Tensor& q_scale, const Tensors&
                           const Tensors& zero, const Tensors& bias, const std::vector<int64_t>& n, int64_t bits,
                           int64_t group_size, ScalarType dtype) {
     check_input(q);
-    const std::vector<Held> held = hold_all(tiles, scale, zero, bias, n, q.size(-1), bits, group_size);
+    const std::vector<HeldWeight> held = hold_all(tiles, scale, zero, bias, n, q.size(-1), bits, group_size);
     return multiply_quantized(q, q_scale, held, dtype);
 }
 
 Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
                     const std::optional<Tensor>& bias, int64_t n, int64_t bits, int64_t group_size) {
     STD_TORCH_CHECK(x.dim() > 0, "integer_linear_tiled: x has no axis");
-    std::vector<Held> held;
+    std::vector<HeldWeight> held;
     held.push_back(hold(tiles, scale, zero, bias, n, x.size(-1), bits, group_size));
     return multiply_floats(x, held).front();
 }

@@ -6,13 +6,14 @@
 namespace ptq::integer_tiled {
 
 // The products of weights that share an input: x [*t, k], or its integers, int8, and their scales.
-Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held);
-Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype);
+Tensors multiply_floats(const Tensor& x, const std::vector<HeldWeight>& held);
+Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<HeldWeight>& held,
+                           ScalarType dtype);
 
-// Whether there are so many tokens that they go to gemm/, which needs no sums and no `spread`.
+// Whether there are so many tokens that they go to gemm/, which needs no sums and no `arranged`.
 bool is_many(const Quantized& p);
 bool is_many(const Floats& p);
-// Products of few tokens, whose sums and `spread` are made, and of many.
+// Products of few tokens, whose sums and `arranged` are made, and of many.
 void run_quantized(const std::vector<Quantized>& problems);
 void run_floats(const std::vector<Floats>& problems);
 

@@ -3,6 +3,7 @@
 // attention, arXiv 2205.14135, split over the context), in the order of the chunks: no thread count changes a bit.
 #pragma once
 
+#include "common/bits.h"
 #include "kv_cache/scores.h"
 #include "kv_cache/values.h"
 
@@ -36,7 +37,7 @@ void hide(const Attend& p, int64_t head, int64_t row, int64_t index, int64_t cou
 // weights go to `summary`.
 template <int ROWS>
 void soften(const Attend& p, int64_t head, int64_t index, int64_t row, int r, int64_t count, float* score,
-            const Sinks& sinks, float* sink_weight, float* summary, Weights<ROWS>& to) {
+            const Sinks& sinks, float* sink_weight, float* summary, TokenWeights<ROWS>& to) {
     hide(p, head, row, index, count, score);
     Lanes top = fill(none);
     for (int64_t t = 0; t < count; t += lanes) top = max(load(score + t), top);
@@ -62,24 +63,16 @@ void soften(const Attend& p, int64_t head, int64_t index, int64_t row, int r, in
     to.take(r, count, score, largest_of(high), all, sum(minima), p.v.bits);
 }
 
-// What is called with the number of bits of a side.
-void at_bits(int bits, const auto& f) {
-    if (bits == 8) f(std::integral_constant<int, 8>{});
-    if (bits == 6) f(std::integral_constant<int, 6>{});
-    if (bits == 4) f(std::integral_constant<int, 4>{});
-    if (bits == 3) f(std::integral_constant<int, 3>{});
-    if (bits == 2) f(std::integral_constant<int, 2>{});
-}
-
 // The first rows fetch the next keys for all.
 template <int ROWS>
 void attend_rows(const Attend& p, const Queries& q, int64_t head, int64_t index, int64_t first_row, const Ahead& next) {
     alignas(64) float score[ROWS * chunk], sink_weight[ROWS * chunk];
-    Weights<ROWS> weights;
+    TokenWeights<ROWS> weights;
     const int64_t d = p.k.d, stride = partial_stride(d), count = std::min(chunk, p.length - index * chunk);
     const int64_t used = p.used_blocks(index);
     float* out = p.partial + ((head * p.chunks() + index) * p.rows() + first_row) * stride;
-    at_bits(p.k.bits, [&](auto bits) { scores<bits, ROWS>(p.k, p.v, index, head, used, q, first_row, score); });
+    with_bits<2, 3, 4, 6, 8>(p.k.bits,
+                             [&]<int bits>() { scores<bits, ROWS>(p.k, p.v, index, head, used, q, first_row, score); });
     const Sinks sinks(p, head, index * chunk, count);
     for (int r = 0; r < ROWS; r++) {
         for (int64_t i = sinks.first; i < sinks.last; i++) {
@@ -95,7 +88,8 @@ void attend_rows(const Attend& p, const Queries& q, int64_t head, int64_t index,
                out + r * stride + partial_width(d), weights);
     }
     const Ahead ahead = first_row ? Ahead{} : next;
-    at_bits(p.v.bits, [&](auto bits) { values<bits, ROWS>(p.v, index, head, used, weights, out, ahead); });
+    with_bits<2, 3, 4, 6, 8>(p.v.bits,
+                             [&]<int bits>() { values<bits, ROWS>(p.v, index, head, used, weights, out, ahead); });
     for (int r = 0; r < ROWS; r++)
         for (int64_t i = sinks.first; i < sinks.last; i++) {
             const float weight = sink_weight[r * chunk + i - sinks.first];

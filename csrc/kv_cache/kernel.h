@@ -1,4 +1,5 @@
 // The KV cache kernels of one level: included after PTQ_LEVEL, the name of its table, is defined.
+#include "common/bits.h"
 #include "kv_cache/attend.h"
 
 namespace ptq::kv_cache {
@@ -99,11 +100,7 @@ void dequantize_block(const Dequantize& p, int64_t head, int64_t block) {
 void dequantize(const Dequantize& p, int64_t first, int64_t last) {
     for (int64_t unit = first; unit < last; unit++) {
         const int64_t head = unit / p.block_count(), block = unit % p.block_count();
-        if (p.from.bits == 8) dequantize_block<8>(p, head, block);
-        if (p.from.bits == 6) dequantize_block<6>(p, head, block);
-        if (p.from.bits == 4) dequantize_block<4>(p, head, block);
-        if (p.from.bits == 3) dequantize_block<3>(p, head, block);
-        if (p.from.bits == 2) dequantize_block<2>(p, head, block);
+        with_bits<2, 3, 4, 6, 8>(p.from.bits, [&]<int bits>() { dequantize_block<bits>(p, head, block); });
     }
 }
 

@@ -28,7 +28,7 @@ inline int32_t sum_of(const Dwords& x) {
 
 // What values are multiplied with: weights of tokens times the scales of their values.
 template <int ROWS>
-struct Weights {
+struct TokenWeights {
     alignas(64) uint32_t integers[ROWS * chunk / 2];  // [two blocks, row, lane]: of a token of each of them
     float factor[ROWS];                               // of the integers
     float offset[ROWS];                               // what every channel gets beside them
@@ -73,8 +73,8 @@ inline void sums_of(const SignedInts (&x)[value_sums], int32_t* out) {
 // out[r, c] = offset[r] + factor[r] * sum over the tokens of `count` blocks of weight[r, t] * value[t, c], for CHANNELS
 // channels from `first`. `factor` and `offset` are given for every sum.
 template <int BITS, int ROWS, int CHANNELS>
-PTQ_INLINE void value_tile(const Words& at, int64_t count, int64_t first, const Weights<ROWS>& w, const Lanes& factor,
-                           const Lanes& offset, float* out, int64_t stride) {
+PTQ_INLINE void value_tile(const Words& at, int64_t count, int64_t first, const TokenWeights<ROWS>& w,
+                           const Lanes& factor, const Lanes& offset, float* out, int64_t stride) {
     constexpr int step = std::min(Pairs<BITS>::half, CHANNELS);
     SignedInts acc[value_sums] = {};
     for (int64_t b = 0; b < count; b += 2) {
@@ -100,7 +100,7 @@ PTQ_INLINE void value_tile(const Words& at, int64_t count, int64_t first, const 
 
 // Meanwhile keys are fetched, as much for each channel.
 template <int BITS, int ROWS>
-void values(const Side& v, int64_t index, int64_t head, int64_t count, const Weights<ROWS>& w, float* out,
+void values(const Side& v, int64_t index, int64_t head, int64_t count, const TokenWeights<ROWS>& w, float* out,
             const Ahead& ahead) {
     constexpr int channels = value_sums / (ROWS == 3 ? 4 : ROWS), rest = std::min(Pairs<BITS>::half, channels);
     const Words at = words_of<BITS>(v, index, head, 0);

@@ -21,7 +21,7 @@ struct Values {
     static constexpr int segment = segment_of(bits), sets = segment / fields / 16;
     float sum[sets][fields][4] = {};
 
-    PTQ_DEVICE void add(const Attend& p, const Rows& rows, const Rooms& rooms, int first_word) {
+    PTQ_DEVICE void add(const Attend& p, const BlockRows& rows, const Rooms& rooms, int first_word) {
         const Side& v = p.v;
         const int words = plane_words(v.d, width), g = lane() / 4, t = lane() % 4;
         const uint32_t* codes = v.codes_of(rows.index, rows.head);
@@ -85,7 +85,7 @@ PTQ_KERNEL(32 * attend_warps, v_bits == 3 ? 1 : 2)
 void attend_kernel(const Attend p) {
     follow_previous();
     count_stored(p);
-    const Rows rows(p);
+    const BlockRows rows(p);
     const Rooms rooms(p);
     const Sinks sinks(p, rows);
     if (!is_seen(p, rows, rooms)) {

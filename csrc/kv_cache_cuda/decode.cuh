@@ -16,11 +16,11 @@ namespace ptq::kv_cache_cuda {
 
 // What a warp has found so far; of rows 2 t and 2 t + 1 also this lane's share of what the minima of the values add to
 // every channel. sum[set][f][i]: row 2 t + i % 2, field f of the lower (i < 2) or upper half of word 8 set + g.
-template <int k_bits, int v_bits, int most_d, int parts>
+template <int bits, int most_d, int parts>
 struct Found : Softmax {
-    using S = Stage<k_bits, v_bits, most_d>;
-    using Q = Queries<k_bits, most_d, parts>;
-    static constexpr int fields = 16 / S::v_width;  // of half a word
+    using S = Stage<bits, most_d>;
+    using Q = Queries<bits, most_d, parts>;
+    static constexpr int fields = 16 / S::width;    // of half a word
     static constexpr int row_numbers = most_d + 2;  // in shared memory: rows begin in different banks
     float offset[2] = {}, sum[S::sets][fields][4] = {};
     float query_sum[4] = {};  // of row 2 t + i % 2
@@ -43,7 +43,7 @@ struct Found : Softmax {
         for (int step = 0; step < S::steps; step++) {
             const Words2 wide = load<Words2>(S::key(stage, step, false));
             Words2 narrow = {};
-            if (S::k_narrow) {
+            if (S::has_narrow) {
                 narrow = load<Words2>(S::key(stage, step, true));
                 PTQ_UNROLL
                 for (int j = 0; j < 2; j++)  // bytes apart, as the pairs are
@@ -54,8 +54,8 @@ struct Found : Softmax {
                 uint32_t a[4];
                 PTQ_UNROLL
                 for (int i = 0; i < 4; i++)
-                    a[i] = raised_numbers(wide.word[i % 2], S::k_width * (e + i / 2), narrow.word[i % 2],
-                                          (k_bits - S::k_width) * (e + i / 2), k_bits);
+                    a[i] = raised_numbers(wide.word[i % 2], S::width * (e + i / 2), narrow.word[i % 2],
+                                          (bits - S::width) * (e + i / 2), bits);
                 PTQ_UNROLL
                 for (int part = 0; part < parts; part++) {
                     const Words2 q = Q::operand(queries, part, step, e);
@@ -69,12 +69,12 @@ struct Found : Softmax {
 
     // The tensor cores cut sums off, so that long ones of theirs would drift: those of a stage are added here.
     PTQ_DEVICE void multiply_values(uint8_t* stage, const uint32_t (&weight)[parts][2], const float (&factor)[2]) {
-        constexpr int above = v_bits - S::v_width;
+        constexpr int above = bits - S::width;
         PTQ_UNROLL
         for (int set = 0; set < S::sets; set++) {
             const Words4 wide = load<Words4>(S::value(stage, set, false));
             Words4 narrow = {};
-            if (S::v_narrow) narrow = load<Words4>(S::value(stage, set, true));
+            if (S::has_narrow) narrow = load<Words4>(S::value(stage, set, true));
             uint32_t low[4], high[2];  // [row / 8 + 2 * (second pair of tokens)], [second pair]
             PTQ_UNROLL
             for (int j = 0; j < 2; j++) {
@@ -88,7 +88,7 @@ struct Found : Softmax {
                 float product[4] = {};
                 PTQ_UNROLL
                 for (int i = 0; i < 4; i++)
-                    a[i] = raised_numbers(low[i], S::v_width * f, high[i / 2], above * (i % 2 * fields + f), v_bits);
+                    a[i] = raised_numbers(low[i], S::width * f, high[i / 2], above * (i % 2 * fields + f), bits);
                 PTQ_UNROLL
                 for (int part = 0; part < parts; part++) mma<Bfloat16>(product, a, weight[part][0], weight[part][1]);
                 PTQ_UNROLL
@@ -107,7 +107,7 @@ struct Found : Softmax {
         multiply_keys(stage, queries, weight);
         PTQ_UNROLL
         for (int i = 0; i < 4; i++) {
-            const float minimum = scale(1, i / 2) - raised_by(k_bits) * scale(0, i / 2);  // of raised codes
+            const float minimum = scale(1, i / 2) - raised_by(bits) * scale(0, i / 2);  // of raised codes
             const float score = scaling * (scale(0, i / 2) * weight[i] + minimum * query_sum[i]);
             weight[i] = seen >> i & 1 ? score : none;
         }
@@ -129,7 +129,7 @@ struct Found : Softmax {
             PTQ_UNROLL
             for (int i = 0; i < 2; i++) {
                 weight[2 * j + i] -= rounded[i];
-                offset[i] -= raised_by(v_bits) * rounded[i];
+                offset[i] -= raised_by(bits) * rounded[i];
             }
             operand[part][j] = transpose(pair);
         }
@@ -154,7 +154,7 @@ struct Found : Softmax {
 
 // The warps of a block come together: what each found lies `room_numbers` behind that of the one before.
 template <class T>
-PTQ_DEVICE void finish(const Attend& p, const Rows& rows, const float* rooms, int room_numbers, int row_numbers) {
+PTQ_DEVICE void finish(const Attend& p, const BlockRows& rows, const float* rooms, int room_numbers, int row_numbers) {
     constexpr int each = 32 * decode_warps / rows_at_once;  // threads for a row
     const int row = thread() / each;
     if (row >= rows.count) return;
@@ -190,22 +190,22 @@ PTQ_DEVICE void finish(const Attend& p, const Rows& rows, const float* rooms, in
     store(p.softmax_of(rows.head, rows.first + row, rows.index), Words2{bits_of(largest), bits_of(weights)});
 }
 
-template <int k_bits, int v_bits, int most_d, int parts>
+template <int bits, int most_d, int parts>
 PTQ_BOTH constexpr int decode_shared() {
-    using S = Stage<k_bits, v_bits, most_d>;
-    return decode_warps * S::stages * S::bytes + Queries<k_bits, most_d, parts>::bytes;
+    using S = Stage<bits, most_d>;
+    return decode_warps * S::stages * S::bytes + Queries<bits, most_d, parts>::bytes;
 }
 
 // block_x counts splits of the context, block_y heads, block_z eight rows each.
-template <int k_bits, int v_bits, int most_d, int parts>
+template <int bits, int most_d, int parts>
 PTQ_KERNEL(32 * decode_warps, most_d == 256 ? 3 : 4)
 void decode_kernel(const Attend p) {
     follow_previous();
-    using S = Stage<k_bits, v_bits, most_d>;
-    using F = Found<k_bits, v_bits, most_d, parts>;
+    using S = Stage<bits, most_d>;
+    using F = Found<bits, most_d, parts>;
     static_assert((rows_at_once * (F::row_numbers + 3)) * 4 <= S::stages * S::bytes);
     count_stored(p);
-    const Rows rows(p);
+    const BlockRows rows(p);
     uint8_t* ring = shared() + warp() * S::stages * S::bytes;
     uint32_t* queries = reinterpret_cast<uint32_t*>(shared() + decode_warps * S::stages * S::bytes);
     Blocks blocks;
@@ -218,7 +218,7 @@ void decode_kernel(const Attend p) {
         copy_commit();
         if (i < S::stages - 2) continue;
         if (i == S::stages - 2) {  // so many are on their way
-            Queries<k_bits, most_d, parts>(p, rows).give(queries);
+            Queries<bits, most_d, parts>(p, rows).give(queries);
             block_barrier();
             found.add_up(queries);
             continue;
@@ -229,8 +229,8 @@ void decode_kernel(const Attend p) {
     }
     found.give(reinterpret_cast<float*>(ring));
     block_barrier();
-    finish<typename Queries<k_bits, most_d, parts>::T>(p, rows, reinterpret_cast<const float*>(shared()),
-                                                       S::stages * S::bytes / 4, F::row_numbers);
+    finish<typename Queries<bits, most_d, parts>::T>(p, rows, reinterpret_cast<const float*>(shared()),
+                                                     S::stages * S::bytes / 4, F::row_numbers);
 }
 
 }  // namespace ptq::kv_cache_cuda

@@ -16,11 +16,11 @@ class Blocks {
     uint32_t seen = 0, anybody = 0;
     static constexpr int at_once = 4;
 
-    PTQ_DEVICE int block(const Attend& p, const Rows& rows, int i) const {
+    PTQ_DEVICE int block(const Attend& p, const BlockRows& rows, int i) const {
         return ((count + i) * p.splits + rows.index) * decode_warps + warp();
     }
     // What the mask says of row `row` and tokens 2 g + j of the next blocks: bit 4 block + 2 j.
-    PTQ_DEVICE uint32_t row_sees(const Attend& p, const Rows& rows, int row) const {
+    PTQ_DEVICE uint32_t row_sees(const Attend& p, const BlockRows& rows, int row) const {
         uint32_t found[at_once][2], bits = 0;
         const uint8_t* mask = p.mask + rows.head / p.kv_heads * p.mask_batch + row % p.tokens * int64_t{p.length};
         PTQ_UNROLL
@@ -33,7 +33,7 @@ class Blocks {
         for (int i = 0; i < at_once; i++) bits |= (found[i][0] | found[i][1] << 2) << (4 * i);
         return bits;
     }
-    PTQ_DEVICE void look(const Attend& p, const Rows& rows) {
+    PTQ_DEVICE void look(const Attend& p, const BlockRows& rows) {
         const int row = rows.first + lane() % 4 * 2;
         seen = row_sees(p, rows, row);
         seen |= (p.tokens > 1 ? row_sees(p, rows, row + 1) : seen) << 1;
@@ -47,7 +47,7 @@ class Blocks {
         int block;      // of the context, or -1: there is no more
         uint32_t seen;  // four bits: whether row 2 t + i % 2 sees token 2 g + i / 2
     };
-    PTQ_DEVICE Next next(const Attend& p, const Rows& rows) {
+    PTQ_DEVICE Next next(const Attend& p, const BlockRows& rows) {
         for (;;) {
             const int at = block(p, rows, 0), token = at * block_tokens + lane() / 4 * 2;
             if (at * block_tokens >= p.length) return {-1, 0};
@@ -65,13 +65,13 @@ class Blocks {
 //   keys    tokens 2 g and 2 g + 1 of words 4 step + t
 //   values  tokens 4 t .. 4 t + 3 of words 8 set + g
 // and of the narrow planes what belongs to them; the scales and minima of tokens 2 g and 2 g + 1; what is seen of them.
-template <int k_bits, int v_bits, int most_d>
+template <int bits, int most_d>
 struct Stage {
-    static constexpr int k_width = wide_plane(k_bits), v_width = wide_plane(v_bits);
-    static constexpr bool k_narrow = k_width < k_bits, v_narrow = v_width < v_bits;
-    static constexpr int steps = (most_d * k_width / 32 + 3) / 4, sets = (most_d * v_width / 32 + 7) / 8;
-    static constexpr int values_at = 32 * 8 * steps * (1 + k_narrow);
-    static constexpr int scales_at = values_at + 32 * 16 * sets * (1 + v_narrow);
+    static constexpr int width = wide_plane(bits);
+    static constexpr bool has_narrow = width < bits;
+    static constexpr int steps = (most_d * width / 32 + 3) / 4, sets = (most_d * width / 32 + 7) / 8;
+    static constexpr int values_at = 32 * 8 * steps * (1 + has_narrow);
+    static constexpr int scales_at = values_at + 32 * 16 * sets * (1 + has_narrow);
     static constexpr int seen_at = scales_at + 32 * 16, bytes = seen_at + 32 * 4;
     static constexpr int stages = bytes <= 3072 ? 4 : bytes <= 6144 ? 3 : 2;
 
@@ -86,34 +86,34 @@ struct Stage {
 
     // Steps and sets lie a constant apart: no addresses to compute.
     PTQ_DEVICE static void ask_keys(const Side& k, const uint32_t* codes, uint8_t* stage, int token) {
-        const int words = plane_words(k.d, k_width), t = lane() % 4;
+        const int words = plane_words(k.d, width), t = lane() % 4;
         const uint32_t *wide = codes + k.at(t, token), *narrow = codes + k.at(words + t / 2, token);
         keep(wide);
-        if (k_narrow) keep(narrow);
+        if (has_narrow) keep(narrow);
         PTQ_UNROLL
         for (int step = 0; step < steps; step++) {
             if (4 * step + t >= words) continue;
             copy_async<8>(key(stage, step, false), wide + step * 4 * block_tokens);
-            if (k_narrow) copy_async<8>(key(stage, step, true), narrow + step * 2 * block_tokens);
+            if (has_narrow) copy_async<8>(key(stage, step, true), narrow + step * 2 * block_tokens);
         }
     }
     PTQ_DEVICE static void ask_values(const Side& v, const uint32_t* codes, uint8_t* stage, int token) {
-        const int words = plane_words(v.d, v_width), g = lane() / 4;
+        const int words = plane_words(v.d, width), g = lane() / 4;
         const uint32_t *wide = codes + v.at(g, token), *narrow = codes + v.at(words + g / 2, token);
         keep(wide);
-        if (v_narrow) keep(narrow);
+        if (has_narrow) keep(narrow);
         PTQ_UNROLL
         for (int set = 0; set < sets; set++) {
             if (8 * set + g >= words) continue;
             copy_async<16>(value(stage, set, false), wide + set * 8 * chunk);
-            if (v_narrow) copy_async<16>(value(stage, set, true), narrow + set * 4 * chunk);
+            if (has_narrow) copy_async<16>(value(stage, set, true), narrow + set * 4 * chunk);
         }
     }
     PTQ_DEVICE static void ask(const Attend& p, int head, const Blocks::Next& next, uint8_t* stage) {
         const int index = next.block / chunk_blocks, token = next.block % chunk_blocks * block_tokens;
         const int pair = token + 2 * (lane() / 4);
-        const Side k{p.k.codes, p.k.scales, p.k.heads, p.k.d, k_bits, false};  // the compiler knows the bits
-        const Side v{p.v.codes, p.v.scales, p.v.heads, p.v.d, v_bits, true};
+        const Side k{p.k.codes, p.k.scales, p.k.heads, p.k.d, bits, false};  // the compiler knows the bits
+        const Side v{p.v.codes, p.v.scales, p.v.heads, p.v.d, bits, true};
         ask_keys(k, k.codes_of(index, head), stage, pair);
         const uint16_t *key_scales = k.scales_of(index, head) + pair, *value_scales = v.scales_of(index, head) + pair;
         keep(key_scales);
@@ -129,14 +129,14 @@ struct Stage {
 };
 
 // Eight queries as B operands in shared memory: [part, step, lane, pair of the lane's word].
-template <int k_bits, int most_d, int parts>
+template <int bits, int most_d, int parts>
 struct Queries {
-    static constexpr int half = 16 / wide_plane(k_bits), pairs = most_d / 2, each = most_d / 64;
+    static constexpr int half = 16 / wide_plane(bits), pairs = most_d / 2, each = most_d / 64;
     static constexpr int bytes = parts * rows_at_once * pairs * 4;
     using T = std::conditional_t<parts == 1, Bfloat16, Half>;
     T x[rows_at_once / decode_warps][each][2];
 
-    PTQ_DEVICE Queries(const Attend& p, const Rows& rows) {
+    PTQ_DEVICE Queries(const Attend& p, const BlockRows& rows) {
         PTQ_UNROLL
         for (int r = 0; r < rows_at_once / decode_warps; r++) PTQ_UNROLL
         for (int i = 0; i < each; i++) PTQ_UNROLL

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "common/bits.h"
 #include "kv_cache_cuda/append.cuh"
 #include "kv_cache_cuda/attend.cuh"
 #include "kv_cache_cuda/decode.cuh"
@@ -11,16 +12,6 @@
 #include "kv_cache_cuda/plain.cuh"
 
 namespace ptq::kv_cache_cuda {
-
-// What run<bits>() says.
-template <class Run>
-const char* with_bits(int bits, const Run& run) {
-    return bits == 2   ? run.template operator()<2>()
-           : bits == 3 ? run.template operator()<3>()
-           : bits == 4 ? run.template operator()<4>()
-           : bits == 6 ? run.template operator()<6>()
-                       : run.template operator()<8>();
-}
 
 inline const char* run_append(const Append& p, Stream stream) {
     const int units = p.to.heads * p.count;
@@ -85,8 +76,8 @@ inline const char* run_decode(const Attend& p, Stream stream) {
     const Grid grid{static_cast<unsigned>(p.splits), static_cast<unsigned>(p.k.heads),
                     static_cast<unsigned>(p.row_blocks())};
     const auto run = [&]<int bits, int most_d, int parts>() {
-        return launch<decode_kernel<bits, bits, most_d, parts>>(grid, 32 * decode_warps,
-                                                                decode_shared<bits, bits, most_d, parts>(), stream, p);
+        return launch<decode_kernel<bits, most_d, parts>>(grid, 32 * decode_warps, decode_shared<bits, most_d, parts>(),
+                                                          stream, p);
     };
     const auto with_parts = [&]<int bits, int most_d>() {
         return p.parts == 1 ? run.template operator()<bits, most_d, 1>() : run.template operator()<bits, most_d, 2>();
@@ -96,12 +87,12 @@ inline const char* run_decode(const Attend& p, Stream stream) {
                : p.k.d <= 128 ? with_parts.template operator()<bits, 128>()
                               : with_parts.template operator()<bits, 256>();
     };
-    return with_bits(p.k.bits, with_d);
+    return with_bits<2, 3, 4, 6, 8>(p.k.bits, with_d);
 }
 inline const char* run_general(const Attend& p, Stream stream) {
     const Grid grid{static_cast<unsigned>(p.chunks()), static_cast<unsigned>(p.k.heads),
                     static_cast<unsigned>(p.row_blocks())};
-    return with_bits(p.v.bits, [&]<int bits>() {
+    return with_bits<2, 3, 4, 6, 8>(p.v.bits, [&]<int bits>() {
         return launch<attend_kernel<bits>>(grid, 32 * attend_warps, static_cast<size_t>(p.shared_bytes()), stream, p);
     });
 }

@@ -32,7 +32,7 @@ struct PlainFound : Softmax {
     }
     // A lane keeps its part of them in shared memory, to where it alone writes and reads.
     PTQ_DEVICE static uint8_t* query(uint8_t* room, int s) { return room + (s * 32 + lane()) * 16; }
-    PTQ_DEVICE static void keep_queries(const Attend& p, const Rows& rows, uint8_t* room) {
+    PTQ_DEVICE static void keep_queries(const Attend& p, const BlockRows& rows, uint8_t* room) {
         const int row = lane() / 4;
         const T* from = static_cast<const T*>(p.q) + (row < rows.count ? rows.query(p, row) : 0);
         PTQ_UNROLL
@@ -122,7 +122,7 @@ void plain_kernel(const Plain all) {
     using F = PlainFound<T, most_d>;
     const Attend& p = all.attend;
     count_stored(p);
-    const Rows rows(p);
+    const BlockRows rows(p);
     const int64_t head = rows.head / p.kv_heads * all.batch_stride + rows.head % p.kv_heads * all.head_stride;
     const T *keys = static_cast<const T*>(all.keys) + head, *values = static_cast<const T*>(all.values) + head;
     Blocks blocks;

@@ -92,9 +92,9 @@ PTQ_DEVICE void count_stored(const Attend& p) {
 }
 
 // The rows of this block, from `first` on, `count` of them.
-struct Rows {
+struct BlockRows {
     int first, count, head, index, tokens;  // tokens: of the chunk
-    PTQ_DEVICE explicit Rows(const Attend& p) {
+    PTQ_DEVICE explicit BlockRows(const Attend& p) {
         first = block_z() * rows_at_once;
         count = p.rows() - first < rows_at_once ? p.rows() - first : rows_at_once;
         head = block_y();
@@ -157,7 +157,7 @@ PTQ_DEVICE float sum_of_warp(float x) {
 // The sinks among the tokens of this chunk: sinks [first, last) are tokens at, at + 1, ...
 struct Sinks {
     int first = 0, last = 0, at = 0;
-    PTQ_DEVICE Sinks(const Attend& p, const Rows& rows) {
+    PTQ_DEVICE Sinks(const Attend& p, const BlockRows& rows) {
         if (!p.starts) return;
         const int64_t start = p.starts[rows.head / p.kv_heads] - static_cast<int64_t>(rows.index) * chunk;
         first = start >= 0 ? 0 : -start < p.sinks ? static_cast<int>(-start) : p.sinks;

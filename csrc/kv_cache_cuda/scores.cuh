@@ -6,7 +6,7 @@
 namespace ptq::kv_cache_cuda {
 
 // Warp `row`: its query in parts, channels f and f + fields / 2 of a word beside each other; zeros beyond.
-PTQ_DEVICE void load_query(const Attend& p, const Rows& rows, const Rooms& rooms) {
+PTQ_DEVICE void load_query(const Attend& p, const BlockRows& rows, const Rooms& rooms) {
     const int row = warp(), half = 16 / wide_plane(p.k.bits);
     float total = 0;
     for (int i = lane(); i < p.query_pairs(); i += 32) {
@@ -27,7 +27,7 @@ PTQ_DEVICE void load_query(const Attend& p, const Rows& rows, const Rooms& rooms
 }
 
 // Scores of this warp's blocks of tokens.
-PTQ_DEVICE void score(const Attend& p, const Rows& rows, const Rooms& rooms) {
+PTQ_DEVICE void score(const Attend& p, const BlockRows& rows, const Rooms& rooms) {
     const Side& k = p.k;
     const int width = wide_plane(k.bits), above = k.bits - width, words = plane_words(k.d, width);
     const int half = 16 / width, g = lane() / 4, t = lane() % 4, steps = p.query_pairs() / (4 * half);
@@ -79,7 +79,7 @@ PTQ_DEVICE void score(const Attend& p, const Rows& rows, const Rooms& rooms) {
 }
 
 // The scores of sinks in the place of those of their codes.
-PTQ_DEVICE void score_sinks(const Attend& p, const Rows& rows, const Rooms& rooms, const Sinks& sinks) {
+PTQ_DEVICE void score_sinks(const Attend& p, const BlockRows& rows, const Rooms& rooms, const Sinks& sinks) {
     const int count = sinks.last - sinks.first;
     for (int unit = warp(); unit < count * rows.count; unit += attend_warps) {
         const int row = unit / count, i = unit % count;
@@ -91,18 +91,18 @@ PTQ_DEVICE void score_sinks(const Attend& p, const Rows& rows, const Rooms& room
     }
 }
 
-PTQ_DEVICE const uint8_t* mask_of(const Attend& p, const Rows& rows, int row) {
+PTQ_DEVICE const uint8_t* mask_of(const Attend& p, const BlockRows& rows, int row) {
     return p.mask + rows.head / p.kv_heads * p.mask_batch + (rows.first + row) % p.tokens * int64_t{p.length} +
            rows.index * chunk;
 }
-PTQ_DEVICE void summarise(const Attend& p, const Rows& rows, int row, float largest, float total) {
+PTQ_DEVICE void summarise(const Attend& p, const BlockRows& rows, int row, float largest, float total) {
     float* at = p.softmax_of(rows.head, rows.first + row, rows.index);
     at[0] = largest;
     at[1] = total;
 }
 
 // Whether any of the rows sees any token of this chunk: a cache with room for more tokens is mostly empty.
-PTQ_DEVICE bool is_seen(const Attend& p, const Rows& rows, const Rooms& rooms) {
+PTQ_DEVICE bool is_seen(const Attend& p, const BlockRows& rows, const Rooms& rooms) {
     if (!p.mask) return true;
     int seen = 0;
     if (warp() < rows.count)
@@ -119,7 +119,7 @@ PTQ_DEVICE bool is_seen(const Attend& p, const Rows& rows, const Rooms& rooms) {
 }
 
 // Warp `row`: scores to weights; and in parts, weight * scale of the value.
-PTQ_DEVICE void soften(const Attend& p, const Rows& rows, const Rooms& rooms, const Sinks& sinks) {
+PTQ_DEVICE void soften(const Attend& p, const BlockRows& rows, const Rooms& rooms, const Sinks& sinks) {
     const int row = warp();
     constexpr int each = chunk / 32;
     float weight[each], largest = none, total = 0, offset = 0;

@@ -44,12 +44,12 @@ inline std::pair<Tensor, Tensor> halves_of_heads(const Tensor& x, int64_t d) {
 }
 
 // Where the numbers of a tensor are, and what they are.
-struct Place {
+struct Storage {
     const void* data;
     int64_t count;
     ScalarType type;
-    explicit Place(const Tensor& x) : data(x.const_data_ptr()), count(x.numel()), type(x.scalar_type()) {}
-    bool operator==(const Place&) const = default;
+    explicit Storage(const Tensor& x) : data(x.const_data_ptr()), count(x.numel()), type(x.scalar_type()) {}
+    bool operator==(const Storage&) const = default;
 };
 
 // `Format` has the weights as its op takes them: their numbers of outputs, `n`, and lists, of a tensor for each, which
@@ -148,20 +148,20 @@ class Layer final : public Decoder {
     std::shared_ptr<const Prepared> prepared() {
         std::vector<const Tensors*> lists = format_.tensors();
         lists.push_back(&constants_.biases);
-        std::vector<Place> places;
+        std::vector<Storage> storages;
         bool copied = false;
         for (const Tensors* list : lists)
             for (const Tensor& x : *list) {
-                places.emplace_back(x);
+                storages.emplace_back(x);
                 copied |= !x.is_contiguous() || (list == lists.back() && x.scalar_type() != ScalarType::Float);
             }
         const std::lock_guard lock(mutex_);
-        if (prepared_ && places == places_ && !copied) return prepared_;
+        if (prepared_ && storages == storages_ && !copied) return prepared_;
         for (const Tensors* list : lists)
             for (const Tensor& x : *list) STD_TORCH_CHECK(x.is_cpu(), "layer: a tensor is not on the CPU");
         auto made = std::make_shared<const Prepared>(prepare());
         prepared_ = copied ? nullptr : made;
-        places_ = std::move(places);
+        storages_ = std::move(storages);
         return made;
     }
 
@@ -222,7 +222,7 @@ class Layer final : public Decoder {
     const std::optional<latent::Expansion> expansion_;  // of latent attention
     std::shared_ptr<const experts::Moe> moe_;           // in the place of an MLP
     std::mutex mutex_;                                  // of what follows
-    std::vector<Place> places_;
+    std::vector<Storage> storages_;
     std::shared_ptr<const Prepared> prepared_;
 };
 

@@ -109,6 +109,6 @@ void quantized(const Quantized& p, int64_t first, int64_t last) {
 
 namespace ptq::minifloat_tiled {
 
-const Kernels PTQ_LEVEL{sums, quantized, spread, floats, unpack_floats, unpack_pairs, unpack_bytes};
+const Kernels PTQ_LEVEL{sums, quantized, arrange, floats, unpack_floats, unpack_pairs, unpack_bytes};
 
 }  // namespace ptq::minifloat_tiled

@@ -12,12 +12,12 @@ namespace {
 using tiles::in_pairs;
 using tiles::part_bytes;
 
-void spread(const Floats& p, int64_t first, int64_t last) {
+void arrange(const Floats& p, int64_t first, int64_t last) {
     const int64_t k = p.w.k;
 #if defined(PTQ_BYTE_ROWS)
     if (p.w.element->whole) {
         for (int64_t t = first; t < last; t++)
-            tiles::spread_rows(p.x, p.x_type, t, k, p.w.blocks, p.w.group_blocks, p.spread, p.spread_stride);
+            tiles::arrange_rows(p.x, p.x_type, t, k, p.w.blocks, p.w.group_blocks, p.arranged, p.arranged_stride);
         return;
     }
 #endif
@@ -25,7 +25,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < p.w.blocks * block_columns; i += tile_rows) {
             const Lanes x = tiles::read(p.x, p.x_type, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
-            tiles::store_columns(p.spread + t * p.spread_stride, i, x, parts);
+            tiles::store_columns(p.arranged + t * p.arranged_stride, i, x, parts);
         }
 }
 
@@ -81,16 +81,16 @@ template <int bits, int tokens, int parts>
 void floats_tile(const Floats& p, const Pairs<bits>& table, int64_t tile, int64_t from) {
     const Weight& w = p.w;
     const uint8_t* block = tile_of(w, tile);
-    const uint8_t* x = p.spread + from * p.spread_stride;
+    const uint8_t* x = p.arranged + from * p.arranged_stride;
     Lanes y[tokens] = {};
     for (int64_t g = 0; g < w.groups; g++) {
         const Lanes scale = scale_of(w, tile, g);
         const int64_t blocks = blocks_of(w, g);
         Lanes total[tokens];
 #if defined(__AVX512BF16__)
-        multiply_pairs<bits, tokens, parts>(block, blocks, x, p.spread_stride, table, total);
+        multiply_pairs<bits, tokens, parts>(block, blocks, x, p.arranged_stride, table, total);
 #else
-        multiply_floats<bits, tokens>(block, blocks, x, p.spread_stride, table, total);
+        multiply_floats<bits, tokens>(block, blocks, x, p.arranged_stride, table, total);
 #endif
         for (int t = 0; t < tokens; t++) y[t] = fma(scale, total[t], y[t]);
         block += blocks * block_bytes(bits);
@@ -105,8 +105,8 @@ void bytes_tile(const Floats& p, const Bytes<bits>& bytes, int64_t tile, int64_t
     using namespace tiles;
     const Weight& w = p.w;
     const uint8_t* block = tile_of(w, tile);
-    const int64_t stride = p.spread_stride / byte_rows;
-    const auto* q = reinterpret_cast<const int8_t*>(p.spread + from * p.spread_stride);
+    const int64_t stride = p.arranged_stride / byte_rows;
+    const auto* q = reinterpret_cast<const int8_t*>(p.arranged + from * p.arranged_stride);
     const int8_t* segments = q + w.blocks * block_columns;
     Lanes y[tokens] = {};
     over_segments(w.blocks, w.group_blocks, [&](int64_t first, int64_t last) __attribute__((always_inline)) {

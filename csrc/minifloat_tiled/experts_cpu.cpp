@@ -15,14 +15,14 @@ Tensor compute(const Tensor& x, const experts::Int64s& tokens, const experts::In
                int64_t exponent, int64_t mantissa, int64_t group_size, int64_t input_bits, double clip,
                const Tensors& factors, int64_t order, int64_t down_bits, double down_clip, const Tensors& biases,
                const experts::Shares& clamped) {
-    const experts::Rows rows{tokens, counts, shares};
+    const experts::ExpertRows rows{tokens, counts, shares};
     const experts::Inside inside{biases, clamped};
     experts::check(x, rows, tiles.size(), inside);
     STD_TORCH_CHECK(scale.size() == tiles.size(), "minifloat tiles: lists of different lengths");
     const size_t count = counts.size();
-    const Element element = element_of(exponent, mantissa);
+    const ElementTable element = element_of(exponent, mantissa);
     const auto weights = [&](size_t first, size_t last, int64_t n, int64_t k) {
-        Weights found;
+        ExpertWeights found;
         for (size_t i = first; i < last; i++)
             found.held.push_back(hold(tiles[i], scale[i], inside.bias(i), n, k, element, group_size));
         return found;

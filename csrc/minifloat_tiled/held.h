@@ -46,11 +46,11 @@ inline const Kernels& float_kernels(const Floats& p) {
 }
 
 // Value and tables of the element with these bits: (-1)^s 2^(E - bias) (1 + M / 2^m), subnormal where E = 0.
-inline Element element_of(int64_t exponent, int64_t mantissa) {
+inline ElementTable element_of(int64_t exponent, int64_t mantissa) {
     const int64_t bits = 1 + exponent + mantissa;
     STD_TORCH_CHECK(exponent >= 1 && exponent <= 4 && mantissa >= 0 && bits >= 4 && bits <= 7, "minifloat tiles: e",
                     exponent, "m", mantissa, " is none of the elements of 4 to 7 bits with 1 to 4 exponent bits");
-    Element e{static_cast<int>(exponent), static_cast<int>(mantissa), static_cast<int>(bits), {}, {}, 0, false};
+    ElementTable e{static_cast<int>(exponent), static_cast<int>(mantissa), static_cast<int>(bits), {}, {}, 0, false};
     const int bias = (1 << (e.exponent - 1)) - 1, half = 1 << (e.bits - 1), steps = 1 << e.mantissa;
     e.shift = bias - 1 + e.mantissa;
     e.whole = true;
@@ -71,15 +71,15 @@ inline const float* floats_of(const std::optional<Tensor>& x) {
 }
 
 // The tensors of a weight, checked and held: their pointers are in `w`.
-struct Held {
+struct HeldWeight {
     Tensor tiles, scale;
     std::optional<Tensor> bias;
-    Element element;
+    ElementTable element;
     Weight w;
 };
 
-inline std::unique_ptr<Held> hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias,
-                                  int64_t n, int64_t k, const Element& element, int64_t group_size) {
+inline std::unique_ptr<HeldWeight> hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias,
+                                        int64_t n, int64_t k, const ElementTable& element, int64_t group_size) {
     STD_TORCH_CHECK(group_size >= 0 && group_size % block_columns == 0, "minifloat tiles: groups must be multiples of ",
                     block_columns, " columns, found ", group_size);
     const int64_t groups = group_size ? (k + group_size - 1) / group_size : 1;
@@ -87,7 +87,7 @@ inline std::unique_ptr<Held> hold(const Tensor& tiles, const Tensor& scale, cons
                  {row_tiles(n), blocks_in(k), block_bytes(element.bits)});
     check_tensor("minifloat tiles", "scale", scale, ScalarType::Short, {row_tiles(n), groups, tile_rows});
     STD_TORCH_CHECK(!bias || bias->numel() == n, "minifloat tiles: bias must have ", n, " elements");
-    std::unique_ptr<Held> h(new Held{compact(tiles), compact(scale), std::nullopt, element, {}});
+    std::unique_ptr<HeldWeight> h(new HeldWeight{compact(tiles), compact(scale), std::nullopt, element, {}});
     if (bias) h->bias = as_float(*bias);
     h->w = {static_cast<const uint8_t*>(h->tiles.const_data_ptr()),
             static_cast<const uint16_t*>(h->scale.const_data_ptr()),

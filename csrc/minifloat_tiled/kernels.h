@@ -6,11 +6,11 @@
 namespace ptq::minifloat_tiled {
 
 constexpr int most_codes = 128;
-constexpr int byte_offset = 64;  // of `Element::byte`
+constexpr int byte_offset = 64;  // of `ElementTable::byte`
 
 // The numbers that codes of 4 to 7 bits stand for. Tables are repeated up to 128 codes: bits above a code change
 // nothing.
-struct Element {
+struct ElementTable {
     int exponent, mantissa, bits;
     float value[most_codes];   // exact in bfloat16
     uint8_t byte[most_codes];  // value * 2^shift + 64, below 128; only if `whole`
@@ -23,7 +23,7 @@ struct Weight {
     const uint8_t* tiles;
     const uint16_t* scale;  // [row tile, groups, 16], bits of bfloat16
     int64_t n, k, blocks, groups, group_blocks;
-    const Element* element;
+    const ElementTable* element;
 };
 
 // y[t, n] = q_scale[t] * sum over groups of scale * (integer), see fp6/tiled_ops.py: the same bits at every level.
@@ -45,8 +45,8 @@ struct Floats {
     Weight w;
     const void* x;  // [t, k]
     Number x_type;
-    uint8_t* spread;           // [t, spread_stride]: x as `floats` wants it, made by `spread`
-    int64_t spread_stride;     // bytes
+    uint8_t* arranged;         // [t, arranged_stride]: x as `floats` wants it, made by `arrange`
+    int64_t arranged_stride;   // bytes
     const float* token_scale;  // [t], or null: factors of the results, before the bias
     const float* bias;
     void* out;  // [t, n]
@@ -54,11 +54,11 @@ struct Floats {
     int64_t t;
 };
 
-// Each works on units [first, last): row tiles; `sums` and `spread` on tokens.
+// Each works on units [first, last): row tiles; `sums` and `arrange` on tokens.
 struct Kernels {
     void (*sums)(const Quantized&, int32_t* sums, int64_t first, int64_t last);
     void (*quantized)(const Quantized&, int64_t first, int64_t last);
-    void (*spread)(const Floats&, int64_t first, int64_t last);
+    void (*arrange)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
     gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; `unpack_pairs` may be null
 };

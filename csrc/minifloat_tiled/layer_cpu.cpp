@@ -13,10 +13,10 @@ struct Layers {
     layer::Int64s n;
     int64_t exponent, mantissa, group_size;
 
-    using Prepared = layer::Together<Weights>;
+    using Prepared = layer::Together<ExpertWeights>;
     std::vector<const Tensors*> tensors() const { return {&tiles, &scale}; }
     Prepared prepare(size_t first, size_t last, int64_t k, const Tensors& biases) const {
-        const Element element = element_of(exponent, mantissa);
+        const ElementTable element = element_of(exponent, mantissa);
         return Prepared::of(first, last, n, biases, [&](size_t i, const std::optional<Tensor>& bias) {
             return hold(tiles[i], scale[i], bias, n[i], k, element, group_size);
         });

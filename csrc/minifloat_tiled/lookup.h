@@ -93,12 +93,12 @@ struct LongTable {
 
 // --- bytes -----------------------------------------------------------------------------------------------------------
 
-// Codes to `Element::byte`.
+// Codes to `ElementTable::byte`.
 template <int bits>
 struct Bytes {
 #if defined(__AVX512VBMI__)
     __m512i low, high;
-    explicit Bytes(const Element& e) : low(_mm512_loadu_si512(e.byte)), high(_mm512_loadu_si512(e.byte + 64)) {}
+    explicit Bytes(const ElementTable& e) : low(_mm512_loadu_si512(e.byte)), high(_mm512_loadu_si512(e.byte + 64)) {}
     Dwords operator()(Dwords codes) const {
         // (gcc 12 warns of the form without a mask; it leaves a mask of ones out.)
         if constexpr (bits <= 6) return (Dwords)_mm512_maskz_permutexvar_epi8(~__mmask64{0}, (__m512i)codes, low);
@@ -108,7 +108,7 @@ struct Bytes {
     // Sixteen entries at a time; the bits above the fourth choose between them.
     static constexpr int parts = 1 << (bits - 4);
     uint8_t table[parts][16];
-    explicit Bytes(const Element& e) { std::memcpy(table, e.byte, sizeof table); }
+    explicit Bytes(const ElementTable& e) { std::memcpy(table, e.byte, sizeof table); }
     template <int count>  // of parts, from `first` on
     PTQ_INLINE __m256i find(__m256i code, __m256i low, int first) const {
         if constexpr (count == 1) {
@@ -128,11 +128,11 @@ struct Bytes {
     }
 #elif defined(__aarch64__)
     LongTable<bits> table;
-    explicit Bytes(const Element& e) : table(e.byte) {}
+    explicit Bytes(const ElementTable& e) : table(e.byte) {}
     Dwords operator()(Dwords codes) const { return table.at(codes); }
 #else
     const uint8_t* table;
-    explicit Bytes(const Element& e) : table(e.byte) {}
+    explicit Bytes(const ElementTable& e) : table(e.byte) {}
     Dwords operator()(Dwords codes) const {
         uint8_t bytes[64];
         std::memcpy(bytes, &codes, sizeof bytes);
@@ -149,7 +149,7 @@ template <int bits>
 struct Values {
 #if defined(__AVX512F__)
     __m512 table[bits == 7 ? 4 : 2];  // with six and seven bits: of the positive codes
-    explicit Values(const Element& e) {
+    explicit Values(const ElementTable& e) {
         for (int i = 0; i < (bits == 7 ? 4 : 2); i++) table[i] = _mm512_loadu_ps(e.value + 16 * i);
     }
     template <int j>
@@ -170,7 +170,7 @@ struct Values {
     __m128i left, up;
     __m256i sign, rest;
     float factor;
-    explicit Values(const Element& e)
+    explicit Values(const ElementTable& e)
         : left(_mm_cvtsi32_si128(10 - e.mantissa)),
           up(_mm_cvtsi32_si128(16 - bits)),
           sign(_mm256_set1_epi16(1 << (bits - 1))),
@@ -201,12 +201,12 @@ struct Values {
     LongTable<bits> high, low;  // bytes of bfloat16
     static constexpr float factor = 1;
     template <int at>
-    static LongTable<bits> bytes_of(const Element& e) {
+    static LongTable<bits> bytes_of(const ElementTable& e) {
         uint8_t bytes[most_codes];
         for (int i = 0; i < most_codes; i++) bytes[i] = std::bit_cast<uint32_t>(e.value[i]) >> at & 255;
         return LongTable<bits>(bytes);
     }
-    explicit Values(const Element& e) : high(bytes_of<24>(e)), low(bytes_of<16>(e)) {}
+    explicit Values(const ElementTable& e) : high(bytes_of<24>(e)), low(bytes_of<16>(e)) {}
     // Byte j of every dword of both, as floats.
     template <int j>
     PTQ_INLINE static Lanes column(const Dwords& upper, const Dwords& lower) {
@@ -227,7 +227,7 @@ struct Values {
     }
 #else
     const float* table;
-    explicit Values(const Element& e) : table(e.value) {}
+    explicit Values(const ElementTable& e) : table(e.value) {}
     template <int j>
     Lanes column(Dwords codes) const {
         Lanes x;
@@ -253,7 +253,7 @@ struct Pairs {
     static __m512i words(const float* from) {
         return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
     }
-    explicit Pairs(const Element& e) : low(words(e.value)), high(words(e.value + 32)) {}
+    explicit Pairs(const ElementTable& e) : low(words(e.value)), high(words(e.value + 32)) {}
     template <bool odd>
     __m512bh at(Dwords codes) const {
         const __m512i code = odd ? _mm512_srli_epi16((__m512i)codes, 8) : (__m512i)codes;

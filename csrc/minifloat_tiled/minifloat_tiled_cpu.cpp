@@ -79,9 +79,9 @@ void many_tokens(const Quantized& p, const gemm::Tokens& from) {
 }
 
 // x (contiguous, float32 or bfloat16) times the weight, into `out`.
-void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, const float* token_scale) {
+void multiply(const HeldWeight& h, const Tensor& x, const Tensor& out, int64_t t, const float* token_scale) {
     const Weight& w = h.w;
-    const int64_t stride = tiles::spread_bytes(w.k);
+    const int64_t stride = tiles::arranged_bytes(w.k);
     Floats p{w,
              x.const_data_ptr(),
              number_of(x.scalar_type()),
@@ -93,9 +93,9 @@ void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, cons
              number_of(out.scalar_type()),
              t};
     if (is_many(p)) return many_floats(p);
-    const std::unique_ptr<uint8_t[]> spread(new uint8_t[t * stride]);
-    p.spread = spread.get();
-    run_codes(t, w.k, [&](int64_t first, int64_t last) { float_kernels(p).spread(p, first, last); });
+    const std::unique_ptr<uint8_t[]> arranged(new uint8_t[t * stride]);
+    p.arranged = arranged.get();
+    run_codes(t, w.k, [&](int64_t first, int64_t last) { float_kernels(p).arrange(p, first, last); });
     run_codes(t ? row_tiles(w.n) : 0, tile_rows * w.k,
               [&](int64_t first, int64_t last) { float_kernels(p).floats(p, first, last); });
 }
@@ -110,7 +110,7 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     return inside == dtype ? out : torch::stable::to(out, dtype);
 }
 
-void multiply_integers(const Held& h, const gemm::Tokens& tokens, const float* scales, const Tensor& out) {
+void multiply_integers(const HeldWeight& h, const gemm::Tokens& tokens, const float* scales, const Tensor& out) {
     const Weight& w = h.w;
     const int64_t t = tokens.t, width = w.blocks * block_columns;
     const Number type = number_of(out.scalar_type());
@@ -152,7 +152,7 @@ Tensor linear_tokens(const Tensor& x, const Tensor& tiles, const Tensor& scale, 
         const auto [q, q_scale] = activations::quantize_tokens(x, input_bits, clip);
         return linear_quantized(q, q_scale, tiles, scale, bias, n, exponent, mantissa, group_size, dtype);
     }
-    const activations::Held in = activations::hold(x, input_bits, clip);
+    const activations::HeldTokens in = activations::hold(x, input_bits, clip);
     const activations::Numbers& numbers = in.numbers;
     const auto h = hold(tiles, scale, bias, n, numbers.k, element_of(exponent, mantissa), group_size);
     const Tensor out = empty_result(x, n, kernel_type(dtype));

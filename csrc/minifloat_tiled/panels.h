@@ -1,25 +1,11 @@
 // Numbers of a few row tiles side by side, in the steps of gemm/panels_kernels.h. Included once per level, by decode.h.
 #pragma once
 
+#include "common/bits.h"
 #include "minifloat_tiled/lookup.h"
 
 namespace ptq::minifloat_tiled {
 namespace {
-
-// Calls f.operator()<bits>().
-template <class F>
-inline void with_bits(const Element& e, const F& f) {
-    switch (e.bits) {
-        case 4:
-            return f.template operator()<4>();
-        case 5:
-            return f.template operator()<5>();
-        case 6:
-            return f.template operator()<6>();
-        default:
-            return f.template operator()<7>();
-    }
-}
 
 // The super-block of a row tile that begins at a column.
 inline const uint8_t* block_at(const Weight& w, int64_t tile, int64_t column) {
@@ -29,7 +15,7 @@ inline const uint8_t* block_at(const Weight& w, int64_t tile, int64_t column) {
 [[maybe_unused]] void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
                                     void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(*w.element, [&]<int bits>() {
+    with_bits<4, 5, 6, 7>(w.element->bits, [&]<int bits>() {
         const Values<bits> values(*w.element);
         for (int64_t r = 0; r < tiles; r++) {
             const uint8_t* block = block_at(w, tile + r, column);
@@ -49,7 +35,7 @@ inline const uint8_t* block_at(const Weight& w, int64_t tile, int64_t column) {
 [[maybe_unused]] void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
                                    void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(*w.element, [&]<int bits>() {
+    with_bits<4, 5, 6, 7>(w.element->bits, [&]<int bits>() {
         const Pairs<bits> pairs(*w.element);
         for (int64_t r = 0; r < tiles; r++) {
             const uint8_t* block = block_at(w, tile + r, column);
@@ -68,11 +54,11 @@ constexpr gemm::Unpack unpack_pairs = nullptr;
 
 void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    Element element = *w.element;
+    ElementTable element = *w.element;
 #if defined(__AMX_INT8__)
     for (uint8_t& byte : element.byte) byte -= byte_offset;
 #endif
-    with_bits(element, [&]<int bits>() {
+    with_bits<4, 5, 6, 7>(element.bits, [&]<int bits>() {
         const Bytes<bits> bytes(element);
         for (int64_t r = 0; r < tiles; r++) {
             const uint8_t* block = block_at(w, tile + r, column);

@@ -17,8 +17,8 @@
 
 namespace ptq::minifloat_tiled {
 
-struct Weights {
-    std::vector<std::unique_ptr<Held>> held;
+struct ExpertWeights {
+    std::vector<std::unique_ptr<HeldWeight>> held;
 
     void multiply(const Seen& in, const std::vector<experts::Product>& products) const {
         if (!in.scale) return floats(in.x, nullptr, products);
@@ -51,19 +51,19 @@ struct Weights {
 
     // `scale`: a factor for every row of the results, or null.
     void floats(const Tensor& x, const float* scale, const std::vector<experts::Product>& products) const {
-        const int64_t rows = x.size(0), k = x.size(1), bytes = tiles::spread_bytes(k);
+        const int64_t rows = x.size(0), k = x.size(1), bytes = tiles::arranged_bytes(k);
         const int64_t size = k * experts::width_of(x.scalar_type());
-        const std::unique_ptr<uint8_t[]> spread(new uint8_t[rows * bytes]);
+        const std::unique_ptr<uint8_t[]> arranged(new uint8_t[rows * bytes]);
         std::vector<Floats> problems;
         for (const experts::Product& p : products)
             problems.push_back({held[p.weight]->w, static_cast<const uint8_t*>(x.const_data_ptr()) + p.from * size,
-                                number_of(x.scalar_type()), spread.get() + p.from * bytes, bytes,
+                                number_of(x.scalar_type()), arranged.get() + p.from * bytes, bytes,
                                 scale ? scale + p.from : nullptr, floats_of(held[p.weight]->bias), p.to(),
                                 number_of(p.out.scalar_type()), p.rows});
         Floats all = problems.front();
-        all.x = x.const_data_ptr(), all.spread = spread.get(), all.t = rows;
+        all.x = x.const_data_ptr(), all.arranged = arranged.get(), all.t = rows;
         if (experts::any_few(problems))
-            run_codes(rows, k, [&](int64_t first, int64_t last) { float_kernels(all).spread(all, first, last); });
+            run_codes(rows, k, [&](int64_t first, int64_t last) { float_kernels(all).arrange(all, first, last); });
         run_floats(problems);
     }
 };

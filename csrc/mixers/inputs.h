@@ -24,7 +24,7 @@ inline Number checked(const char* op, const Tensor& x) {
 }
 
 // Rows that are evenly apart.
-struct Rows {
+struct StridedRows {
     Tensor held;
     int64_t apart;  // numbers between the first ones of two rows
 
@@ -32,7 +32,7 @@ struct Rows {
 };
 
 // The last `inner` dimensions of x are a row; a slice of wider rows is read where it is, anything else is copied.
-inline Rows rows_of(const Tensor& x, int64_t inner) {
+inline StridedRows rows_of(const Tensor& x, int64_t inner) {
     int64_t width = 1, at = x.dim() - 1;
     bool fits = true;
     for (; at >= x.dim() - inner; width *= x.size(at--)) fits = fits && (x.size(at) == 1 || x.stride(at) == width);

@@ -91,7 +91,7 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& gain, d
     check_tensor(op, "gate", gate, gate.scalar_type(), sizes);
     check_tensor(op, "gain", gain, gate.scalar_type(), {sizes.back()});
     const Tensor in = compact(x), g = compact(gain), out = fresh(sizes, x.scalar_type());
-    const Rows by = rows_of(gate, 1);
+    const StridedRows by = rows_of(gate, 1);
     const int64_t k = sizes.back();
     const GatedNorm p{
         type, other,  in.const_data_ptr(),     by.data(), g.const_data_ptr(), out.mutable_data_ptr(), by.apart,

@@ -39,7 +39,7 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, const std::optional<Te
     const int64_t b = x.size(0), c = x.size(1), tokens = x.size(2);
     check_tensor(op, "weight", weight, x.scalar_type(), {c, weight.size(1)});
     if (bias) check_tensor(op, "bias", *bias, x.scalar_type(), {c});
-    const Rows in = rows_of(seen_as(x, {b, tokens, c}, {x.stride(0), x.stride(2), x.stride(1)}, 0), 1);
+    const StridedRows in = rows_of(seen_as(x, {b, tokens, c}, {x.stride(0), x.stride(2), x.stride(1)}, 0), 1);
     const Tensor out = fresh(Sizes{b, tokens, c}, x.scalar_type());
     const std::vector<float> kernel = turned(weight);
     std::optional<Tensor> added;
@@ -85,7 +85,7 @@ Tensor mamba2_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const Ten
         others[i] = as_float(*others[i]);
         numbers[i] = static_cast<const float*>(others[i]->const_data_ptr());
     }
-    const Rows rows[] = {rows_of(x, 2), rows_of(b, 2), rows_of(c, 2), rows_of(dt, 1)};
+    const StridedRows rows[] = {rows_of(x, 2), rows_of(b, 2), rows_of(c, 2), rows_of(dt, 1)};
     const Tensor out = fresh(x.sizes(), ScalarType::Float);
     const Scan p{type,
                  rows[0].data(),

@@ -20,10 +20,10 @@ struct Scratch {
 };
 
 // Rows [row, row + count) of a head of keys, over the batch.
-struct Rows {
+struct QueryRows {
     int64_t key_head, b, head, row, count;
 
-    Rows(const Attention& p, int64_t unit)
+    QueryRows(const Attention& p, int64_t unit)
         : key_head(p.first + unit / p.blocks()),
           b(key_head / p.heads),
           head(key_head % p.heads),
@@ -32,7 +32,7 @@ struct Rows {
 };
 
 template <Mode mode, Number type>
-void load_queries(const Attention& p, const Rows& rows, const Scratch& scratch) {
+void load_queries(const Attention& p, const QueryRows& rows, const Scratch& scratch) {
     const int64_t steps = p.key_steps(), start = rows.b * p.q.batch + rows.head * p.groups * p.q.head;
     for (int64_t r = 0; r < rows.count; r++) {
         const int64_t token = (rows.row + r) / p.groups, group = (rows.row + r) % p.groups;
@@ -47,7 +47,7 @@ void load_queries(const Attention& p, const Rows& rows, const Scratch& scratch) 
 }
 
 // Whether any row sees any of the keys [at, at + keys).
-bool is_seen(const Attention& p, const Rows& rows, int64_t at, int64_t keys) {
+bool is_seen(const Attention& p, const QueryRows& rows, int64_t at, int64_t keys) {
     if (!p.mask) return true;
     for (int64_t token = rows.row / p.groups; token <= (rows.row + rows.count - 1) / p.groups; token++) {
         const uint8_t* mask = p.mask + rows.b * p.mask_batch + token * p.mask_token + at;
@@ -59,7 +59,7 @@ bool is_seen(const Attention& p, const Rows& rows, int64_t at, int64_t keys) {
 }
 
 // What a row does not see gets the score `none`.
-void hide(const Attention& p, const Rows& rows, int64_t at, int64_t keys, const Scratch& scratch) {
+void hide(const Attention& p, const QueryRows& rows, int64_t at, int64_t keys, const Scratch& scratch) {
     for (int64_t r = 0; r < rows.count; r++) {
         const int64_t token = (rows.row + r) / p.groups;
         float* score = scratch.score + r * chunk;
@@ -102,7 +102,7 @@ inline void store_weights(uint32_t* to, int64_t at, Lanes low, Lanes high) {
 
 // Scores to weights, against the largest score so far.
 template <Mode mode>
-void weigh(const Attention& p, const Rows& rows, int64_t keys, const Scratch& scratch) {
+void weigh(const Attention& p, const QueryRows& rows, int64_t keys, const Scratch& scratch) {
     const Lanes scaling = fill(p.scaling);
     const int64_t whole = (keys + 2 * lanes - 1) / (2 * lanes) * (2 * lanes);
     for (int64_t r = 0; r < rows.count; r++) {
@@ -133,7 +133,7 @@ void weigh(const Attention& p, const Rows& rows, int64_t keys, const Scratch& sc
 }
 
 template <Number type>
-void store_results(const Attention& p, const Rows& rows, const Scratch& scratch) {
+void store_results(const Attention& p, const QueryRows& rows, const Scratch& scratch) {
     for (int64_t r = 0; r < rows.count; r++) {
         const int64_t token = (rows.row + r) / p.groups, group = (rows.row + r) % p.groups;
         const int64_t to =
@@ -160,7 +160,7 @@ void attend_of(const Attention& p, Units& units) {
     const Scratch scratch{memory, memory + q,   floats,           floats + scores,
                           each,   each + block, each + 2 * block, reinterpret_cast<Lanes*>(each + 3 * block)};
     for (Run run{units}; run.next();) {
-        const Rows rows(p, run.unit);
+        const QueryRows rows(p, run.unit);
         load_queries<mode, type>(p, rows, scratch);
         const int64_t end = p.causal ? std::min(p.length, (rows.row + rows.count - 1) / p.groups + 1) : p.length;
         for (int64_t at = 0; at < end; at += chunk) {

@@ -180,14 +180,14 @@ Tensor sum(const Tensor& a, const Tensor& b) {
 namespace {
 
 // q, k or v: d neighbours for each head of each token.
-struct Rows {
+struct HeadRows {
     Tensor held;
     const char* data;
     int64_t batch, token, head;  // strides in bytes
 };
 
 // x [b, t, heads * d]
-Rows rows_of(const Tensor& given, int64_t b, int64_t t, int64_t heads, int64_t d, Number type) {
+HeadRows rows_of(const Tensor& given, int64_t b, int64_t t, int64_t heads, int64_t d, Number type) {
     STD_TORCH_CHECK(given.dim() == 3 && given.size(0) == b && given.size(1) == t && given.size(2) == heads * d,
                     "decode_attention: expected q, k and v [b, t, heads * d]");
     STD_TORCH_CHECK(number_of(given, "decode_attention") == type, "decode_attention: all tensors must have one dtype");
@@ -217,8 +217,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     STD_TORCH_CHECK(before >= 0 && before <= room - t, "decode_attention: ", t, " tokens behind ", before,
                     " in room for ", room);
     const int64_t groups = q.size(2) / (heads * d), size = size_of(type);
-    const Rows from_q = rows_of(q, b, t, heads * groups, d, type), from_k = rows_of(k, b, t, heads, d, type),
-               from_v = rows_of(v, b, t, heads, d, type);
+    const HeadRows from_q = rows_of(q, b, t, heads * groups, d, type), from_k = rows_of(k, b, t, heads, d, type),
+                   from_v = rows_of(v, b, t, heads, d, type);
     STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3 && (cos.size(0) == 1 || cos.size(0) == b) && cos.size(1) == t &&
                         fits(cos, d) && number_of(cos, "decode_attention") == type,
                     "decode_attention: cos and sin must be [b or 1, t, r] with even r, d at most");
@@ -238,7 +238,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     for (int64_t i = 0; i < b; i++)
         for (int64_t j = 0; j < t; j++) {
             const int64_t row = ((cos.size(0) == 1 ? 0 : i) * t + j) * rope.rotary_dim * size;
-            const auto rotate = [&](const Rows& x, int64_t head, char* to) {
+            const auto rotate = [&](const HeadRows& x, int64_t head, char* to) {
                 rope(x.data + i * x.batch + j * x.token + head * x.head, c_data + row, s_data + row, to);
             };
             for (int64_t h = 0; h < heads * groups; h++)

@@ -10,7 +10,7 @@
 namespace ptq::tiles {
 namespace {
 
-// A token is four rows, of the lowest bytes first, which are equally far from one another in all of its `spread`.
+// A token is four rows, of the lowest bytes first, which are equally far from one another in all of its `arranged`.
 // Behind the columns of a row, for each of its segments, which are groups, or at most `segment_blocks` of one: the sum
 // of its bytes, and what they are to be multiplied with.
 constexpr int byte_rows = 4;
@@ -28,10 +28,10 @@ inline void over_segments(int64_t blocks, int64_t group_blocks, const Use& use) 
 }
 
 // Token t of x [.., k].
-inline void spread_rows(const void* x, Number type, int64_t t, int64_t k, int64_t blocks, int64_t group_blocks,
-                        uint8_t* spread, int64_t spread_stride) {
-    const int64_t stride = spread_stride / byte_rows;
-    auto* rows = reinterpret_cast<int8_t*>(spread + t * spread_stride);
+inline void arrange_rows(const void* x, Number type, int64_t t, int64_t k, int64_t blocks, int64_t group_blocks,
+                         uint8_t* arranged, int64_t arranged_stride) {
+    const int64_t stride = arranged_stride / byte_rows;
+    auto* rows = reinterpret_cast<int8_t*>(arranged + t * arranged_stride);
     int8_t* to = rows + blocks * block_columns;
     over_segments(blocks, group_blocks, [&](int64_t first, int64_t last) {
         const int64_t begin = first * block_columns, end = std::min(k, last * block_columns);

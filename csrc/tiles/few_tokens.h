@@ -260,7 +260,7 @@ constexpr bool in_pairs = true;
 constexpr bool in_pairs = false;
 #endif
 
-// Sixteen columns of a token, from i on, to where it is spread. `parts`: of a pair.
+// Sixteen columns of a token, from i on, to where it is arranged. `parts`: of a pair.
 inline void store_columns(uint8_t* to, int64_t i, Lanes x, int parts) {
     if (in_pairs)
         store_pairs(to + i / block_columns * parts * part_bytes + i % block_columns * 2, x, parts);

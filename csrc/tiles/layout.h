@@ -42,9 +42,9 @@ constexpr int64_t tile_bytes(int64_t k, int bits) {
     return blocks_in(k) * block_bytes(bits);
 }
 
-// Bytes of one token's `spread`: up to three bfloat16 numbers, one float, or four bytes, and what belongs to a group of
-// these, for each of the padded columns.
-inline int64_t spread_bytes(int64_t k) {
+// Bytes of one token's `arranged`: up to three bfloat16 numbers, one float, or four bytes, and what belongs to a group
+// of these, for each of the padded columns.
+inline int64_t arranged_bytes(int64_t k) {
     return (k + 63) / 64 * 64 * 6;
 }
 

@@ -35,6 +35,10 @@ class Result:
 def read_result(out: Path) -> Result:
     """The result of a finished run. Raises InputError for a record that has none."""
     try:
-        return Result(out, **read_record(out / RECORD)["result"])
-    except (KeyError, TypeError) as error:
+        stored = read_record(out / RECORD)["result"]
+        texts, numbers = {str, type(None)}, {int, float, type(None)}
+        if any(type(found) not in (texts if name == "text" else numbers) for name, found in stored.items()):
+            raise TypeError
+        return Result(out, **stored)
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{out / RECORD}: no result of a run is in it; quantise again") from error

@@ -13,10 +13,10 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
                                      double scale, const float* quantizer, int processors, int misalign) {
     ptq::cuda::machine.backwards = backwards;
     ptq::cuda::machine.most_shared = ptq::cuda::hopper_shared;
-    const Element e = static_cast<Element>(element);
+    const Dtype e = static_cast<Dtype>(element);
     const int64_t outer = sizes[0], blocks = sizes[1], order = sizes[2], inner = sizes[3];
     const int64_t count = outer * blocks * order * inner;
-    const int width = size_of(e), compute = e == Element::float64 ? 8 : 4;
+    const int width = size_of(e), compute = e == Dtype::float64 ? 8 : 4;
     const bool quantised = mode >= 2;
     const int off = misalign ? width : 0;
     Buffer x(in, count * width, off),
@@ -26,7 +26,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
     Task t{};
     t.in = x.data();
     t.out = y.data();
-    t.element = t.out_element = e;
+    t.dtype = t.out_dtype = e;
     t.outer = outer, t.blocks = blocks, t.order = order, t.inner = inner;
     t.signs = signs ? s.data() : nullptr;
     t.transpose = transpose;
@@ -63,7 +63,7 @@ extern "C" const char* test_quantize(int backwards, const void* in, int8_t* q, f
                                      int64_t tokens, int k, const float* quantizer, int misalign) {
     ptq::cuda::machine.backwards = backwards;
     ptq::cuda::machine.most_shared = ptq::cuda::hopper_shared;
-    const Element e = static_cast<Element>(element);
+    const Dtype e = static_cast<Dtype>(element);
     Buffer x(in, tokens * k * size_of(e), misalign ? size_of(e) : 0), y(nullptr, tokens * k, misalign ? 1 : 0);
     Buffer s(nullptr, tokens * 4);
     const char* error = ptq::activations::quantize({x.data(),
@@ -74,7 +74,7 @@ extern "C" const char* test_quantize(int backwards, const void* in, int8_t* q, f
                                                     0,
                                                     !misalign,
                                                     {quantizer[0], quantizer[1], quantizer[2]}},
-                                                   size_of(e), e == Element::float16, nullptr);
+                                                   size_of(e), e == Dtype::float16, nullptr);
     y.give(q);
     s.give(scale);
     return error ? error : y.damaged() ? "written in front of a buffer" : nullptr;

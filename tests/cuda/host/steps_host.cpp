@@ -6,7 +6,7 @@
 #include "steps_cuda/rotary.cuh"
 
 using namespace ptq::steps_cuda;
-using ptq::hadamard::Element;
+using ptq::hadamard::Dtype;
 using ptq::test::Buffer;
 
 namespace {
@@ -64,7 +64,7 @@ extern "C" const char* test_input(int backwards, int type, const void* x, const 
         std::vector<Buffer> code_buffers;
         ptq::hadamard::Task t{};
         t.in = xs.data(), t.out = y.data(), t.input = in;
-        t.element = t.out_element = static_cast<Element>(type);
+        t.dtype = t.out_dtype = static_cast<Dtype>(type);
         t.outer = tokens, t.blocks = blocks, t.order = order, t.inner = 1;
         t.signs = signs ? ss.data() : nullptr;
         for (int f = 0; f < factors; f++) {
@@ -120,7 +120,7 @@ extern "C" const char* test_transform_to(int backwards, int type, const float* x
     std::vector<Buffer> code_buffers;
     ptq::hadamard::Task t{};
     t.in = xs.data(), t.out = y.data(), t.signs = ss.data(), t.transpose = true;
-    t.element = Element::float32, t.out_element = static_cast<Element>(type);
+    t.dtype = Dtype::float32, t.out_dtype = static_cast<Dtype>(type);
     t.outer = tokens, t.blocks = 1, t.order = order, t.inner = 1;
     for (int f = 0; f < factors; f++) {
         code_buffers.emplace_back(codes[f], factor_order[f] * factor_order[f] / 4);
