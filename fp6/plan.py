@@ -14,7 +14,7 @@ from ptq.ops.activations import Activation
 from ptq.planning.finetuning import finetuned
 from ptq.planning.outline import Tensors, chosen, outline
 from ptq.planning.plan import LinearPlan, Plan, check_groups
-from ptq.planning.rotations import rotated
+from ptq.planning.rotations import check_rotated, rotated
 from ptq.recipe import Recipe, Rounding
 from ptq.weights.grouped import check_group_size
 
@@ -81,6 +81,7 @@ def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, tensors: Tensors)
     made = outline(recipe.method, shape, family, tensors)
     if recipe.rotate:
         made = rotated(made, shape, family, online=False, keep_tied=True)
+        check_rotated(made)
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
 
     def rounded(linear: LinearPlan) -> LinearPlan:

@@ -111,11 +111,13 @@ def _sentence(error: BaseException, goes_on: bool) -> str:
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
     if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
-        refuse_idle(recipe, "without --calibration", "samples", "sequence_length")
+        recipe.refuse_idle("without --calibration", "samples", "sequence_length")
     if recipe.rounding == "nearest":
-        refuse_idle(recipe, "with --rounding nearest", "damping", "sweeps")
+        recipe.refuse_idle("with --rounding nearest", "damping", "sweeps")
+        if recipe.finetune == "none" and getattr(recipe, "activation_clip", None) != "search":
+            recipe.refuse_idle("where nothing is fitted to the text", "samples")
     if recipe.finetune == "none":
-        refuse_idle(recipe, "without --finetune blocks or full", "finetune_epochs")
+        recipe.refuse_idle("without --finetune blocks or full", "finetune_epochs")
     if show_plan:
         if is_first_process():
             _show_plan(model, out, recipe, options)
@@ -176,8 +178,8 @@ def loss(result: "Result") -> str:
 
     kl = f"KL from the original {with_error(result.kl, result.kl_standard_error)} nats per token"
     if result.perplexity is None or result.original_perplexity is None:
-        growth = f"about {math.expm1(result.kl):+.1%}" if result.kl < 1 else "more than twice"
-        return f"{kl}, {growth} of perplexity"
+        growth = f"about {math.expm1(result.kl):+.1%} of" if result.kl < 1 else "more than twice the"
+        return f"{kl}, {growth} perplexity"
     growth = result.perplexity / result.original_perplexity - 1
     return f"{kl}, perplexity {result.original_perplexity:.3f} to {result.perplexity:.3f} ({growth:+.1%})"
 
@@ -234,13 +236,6 @@ def write(text: str) -> None:
         raise
     except OSError as error:
         raise RunError(f"stdout: {error.strerror}") from error
-
-
-def refuse_idle(recipe: Recipe, why: str, *names: str) -> None:
-    """Raise InputError for a field of the recipe that changes nothing, because of `why`, and is not at its default."""
-    for name in names:
-        if getattr(recipe, name) != recipe.default(name):
-            raise InputError(f"{recipe.option(name)} does nothing {why}")
 
 
 for register in methods.commands():

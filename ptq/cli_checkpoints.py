@@ -43,7 +43,8 @@ def inspect(
         if found.groups:
             contents.check_tensors(opened)
         path = opened.folder / RECORD
-        record, result = (read_record(path), read_result(folder)) if path.is_file() else (None, None)
+        record = read_record(path) if path.is_file() else None
+        result = None if record is None or record.get("result") is None else read_result(folder)
     if as_json:
         made = record and {key: record.get(key) for key in ("recipe", "version", "result")}
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
@@ -63,9 +64,9 @@ def inspect(
         typer.echo(console_tables.residual_line(found.residual))
     if found.cache is not None:
         typer.echo(console_tables.cache_line(found.cache))
-    if record is not None and result is not None:
+    if record is not None:
         typer.echo(f"made with {record.get('version')}; the whole recipe is in {RECORD}")
-        if result.text is not None:
+        if result is not None and result.text is not None:
             typer.echo(f"measured on a few rows of {result.text}: {cli.loss(result)}")
 
 
@@ -87,14 +88,14 @@ def verify(
     debug: cli_options.Debug = False,
 ) -> None:
     """Check a checkpoint: every tensor, size and file, and with --against how close it is to the original."""
-    for option, given in (("--text", text), ("--max-kl", max_kl)):
-        if given is not None and against is None:
-            raise InputError(f"{option} does nothing without --against, the original to compare with")
+    if max_kl is not None and against is None:
+        raise InputError("--max-kl does nothing without --against, the original to compare with")
     if max_kl is not None and text is None:
         raise InputError("--max-kl needs --text FILE: a KL on random tokens says little about any text")
     if max_kl is not None and not math.isfinite(max_kl):
         raise InputError(f"--max-kl must be a finite number of nats per token, found {max_kl}")
-    source.check_readable(text)
+    if against is not None:
+        source.check_readable(text)
     from transformers.utils.logging import disable_progress_bar
 
     from ptq.commands import verify

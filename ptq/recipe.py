@@ -160,6 +160,12 @@ class Recipe:
         """The default of a field beside the others."""
         return next(each.default for each in fields(self) if each.name == field)
 
+    def refuse_idle(self, why: str, *names: str) -> None:
+        """Raise InputError for a field that changes nothing, because of `why`, and is not at its default."""
+        for name in names:
+            if getattr(self, name) != self.default(name):
+                raise InputError(f"{self.option(name)} does nothing {why}")
+
     def arguments(self) -> list[str]:
         """What is typed for the fields that are not at their defaults, in the order of fields."""
         found: list[str] = []
@@ -205,3 +211,10 @@ class RunOptions:
     progress: bool = True
     report: bool = True
     """Also write report.html and report.json beside the checkpoint."""
+
+    def __post_init__(self) -> None:
+        for name in ("restart", "progress", "report"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be true or false, found {getattr(self, name)!r}")
+        if not isinstance(self.work, str | Path | None):
+            raise InputError(f"work must be a folder, found {self.work!r}")

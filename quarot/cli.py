@@ -130,14 +130,9 @@ def _refuse_idle(recipe: Any, model: str) -> None:
     if recipe.weight_bits == 16:
         rows = ("samples", "sequence_length") if recipe.calibration is None and model != "demo" else ()
         idle = ("group_size", "symmetric", "damping", "scale", "gptaq_alpha", *rows)
-        cli.refuse_idle(recipe, "with --weight-bits 16", *idle)
-    if recipe.activation_bits == 16:
-        cli.refuse_idle(recipe, "without --activation-bits 8, 6 or 4", "activation_clip")
-    if recipe.key_bits == recipe.value_bits == 16:
-        why = "without --kv-bits, --key-bits or --value-bits below 16"
-        cli.refuse_idle(recipe, why, "cache_clip", "cache_sinks")
+        recipe.refuse_idle("with --weight-bits 16", *idle)
     if not recipe.rotate:
-        cli.refuse_idle(recipe, "with --no-rotate", "online")
+        recipe.refuse_idle("with --no-rotate", "online")
 
 
 def rotate(

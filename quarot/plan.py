@@ -13,7 +13,7 @@ from ptq.ops.activations import LEAST_CLIP, Activation
 from ptq.planning.finetuning import finetuned
 from ptq.planning.outline import Tensors, chosen, input_name, outline
 from ptq.planning.plan import LinearPlan, Plan, check_groups
-from ptq.planning.rotations import keys_balanced, rotated
+from ptq.planning.rotations import check_rotated, keys_balanced, rotated
 from ptq.recipe import Recipe
 from ptq.weights import formats
 from ptq.weights.grouped import check_group_size
@@ -89,6 +89,10 @@ class QuarotRecipe(Recipe):
                 "choose fewer, and leave out with --skip what is not to be rounded"
             )
         check_group_size(self.group_size, "--group-size")
+        if self.activation_bits == 16:
+            self.refuse_idle("without --activation-bits 8, 6 or 4", "activation_clip")
+        if self.key_bits == self.value_bits == 16:
+            self.refuse_idle("without --kv-bits, --key-bits or --value-bits below 16", "cache_clip", "cache_sinks")
         if self.weight_bits < 16:
             check_kind(self.scale, self.weight_bits, self.group_size, self.symmetric)
 
@@ -103,6 +107,8 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tenso
     made = outline(recipe.method, shape, family, tensors)
     if recipe.rotate:
         made = rotated(made, shape, family, online=recipe.online, keep_tied=recipe.online)
+        if not recipe.rounds:
+            check_rotated(made)
         if recipe.key_bits < 16:
             made = keys_balanced(made, shape, family)
     activation = None

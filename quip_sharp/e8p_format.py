@@ -94,23 +94,23 @@ class E8PFormat(LaidOut):
     ) -> Float32[Tensor, "*t n"]:
         return tiled_ops.product(q, q_scale, self._planes(parts), parts["scale"], bias, torch.float32)
 
-    def transformed_experts(
+    def experts(
         self,
         x: Float[Tensor, "t k"],
         rows: Rows,
         weights: Listed,
-        signs: Signs,
+        signs: Signs | None,
         width: int,
         steps: ExpertSteps,
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.weights.layouts`."""
-        if "tiles" not in weights:
+        if signs is None or "tiles" not in weights:
             return None
         return OPS.e8p_experts.default(x, *rows, *self._of_transformed(weights, signs, width, steps))
 
-    def all_transformed_experts(self, weights: Listed, signs: Signs, width: int, steps: ExpertSteps) -> Tensor | None:
+    def all_experts(self, weights: Listed, signs: Signs | None, width: int, steps: ExpertSteps) -> Tensor | None:
         """See `ptq.weights.layouts`."""
-        if "tiles" not in weights:
+        if signs is None or "tiles" not in weights:
             return None
         return OPS.e8p_all_experts.default(*self._of_transformed(weights, signs, width, steps))
 

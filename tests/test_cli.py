@@ -117,7 +117,7 @@ def test_what_cannot_fit_is_refused_before_it_starts(
     with monkeypatch.context() as patch:
         patch.setattr(preflight.free_memory, "available", lambda: 10_000_000)
         check_refused(quantize("rotate", tiny, tmp_path / "out"), "of memory, 10 MB are free")
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000, "total": 2000}))
     check_refused(quantize("rotate", tiny, tmp_path / "out"), "of disk, 1 KB are free")
     assert listing(tmp_path) == {}
 
@@ -203,7 +203,7 @@ def test_a_model_that_has_lost_much_is_told() -> None:
 
     good, bad, lost = quality(0.01, 0.003), quality(0.5), quality(1000.0)
     measured = replace(result(0.01), perplexity=4.04, original_perplexity=4.0)
-    assert "a.txt, perplexity 4.000 to 4.040 (+1.0%); `quantize ver" in cli._quality("MODEL", recipe, measured)
+    assert "nats per token, perplexity 4.000 to 4.040 (+1.0%); `quantize ver" in cli._quality("MODEL", recipe, measured)
     growth = "about +1.0% of perplexity; `quantize ver"
     assert f"on a few rows of a.txt: KL from the original 0.0100 ± 0.0030 nats per token, {growth}" in good
     assert "0.5000 nats per token" in bad and "about +64.9% of perplexity; warning: that is much" in bad

@@ -218,7 +218,7 @@ def test_defaults_of_the_caller_change_nothing(dtype: torch.dtype, device: str) 
     finally:
         torch.set_default_dtype(torch.float32)
     assert [installed(module) for module in other.modules()] == [installed(module) for module in usual.modules()]
-    assert fast_attention.kind_of(other.get_decoder().layers[0].self_attn) == fast_attention.Kind(
+    assert fast_attention.kind_of(other.get_decoder().layers[0].self_attn) == fast_attention.AttentionKind(
         "heads", in_part=False, gated=False
     )
 

@@ -144,7 +144,7 @@ def test_heads_are_turned_in_part_where_the_family_does_it(family: str) -> None:
     assert kind is not None
     for d, wanted in ((20, True), (10, family == "glm4_moe"), (22, False)):
         cos_sin = torch.ones(1, 1, d), torch.ones(1, 1, d)
-        found = fast_attention.cache_layers([(attention, kind)], cos_sin, torch.ones(1, 1, 72), **{CACHE: cache})
+        found = kind.cache_layers([(attention, kind)], cos_sin, torch.ones(1, 1, 72), **{CACHE: cache})
         assert (found is not None) == wanted
 
 
@@ -275,7 +275,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return super().forward(*args, **kwargs) * 1.01
 
     config = tiny_config("llama")
-    assert fast_attention.kind_of(LlamaAttention(config, 0)) == fast_attention.Kind("", False, False)
+    assert fast_attention.kind_of(LlamaAttention(config, 0)) == fast_attention.AttentionKind("", False, False)
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
 

@@ -61,9 +61,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         counts.append(rows[1])
         return own(self, x, rows, *rest)
 
-    for cls, name in ((IntegerFormat, "experts"), (MinifloatFormat, "experts"), (E8PFormat, "transformed_experts")):
-        own = getattr(cls, name)
-        monkeypatch.setattr(cls, name, functools.partialmethod(functools.partial(experts, own)))
+    for cls in (IntegerFormat, MinifloatFormat, E8PFormat):
+        monkeypatch.setattr(cls, "experts", functools.partialmethod(functools.partial(experts, cls.experts)))
     return counts
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import listing, quantize
@@ -43,6 +44,20 @@ def test_a_file_that_its_holder_removed_is_no_lock(tmp_path: Path) -> None:
         lock_file(tmp_path / "out").unlink()
         with exclusive(tmp_path / "out"):
             assert (tmp_path / "out.ptq-lock").exists()
+
+
+def test_a_file_that_its_holder_removes_at_this_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat, path = Path.stat, lock_file(tmp_path / "out")
+
+    def removed_before(self: Path, **options: Any) -> os.stat_result:
+        if self == path:
+            monkeypatch.setattr(Path, "stat", stat)
+            path.unlink()
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", removed_before)
+    with exclusive(tmp_path / "out"):
+        assert path.exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Blocks that mix tokens in another way than plain attention: linear attention, state spaces, convolutions, attention
 with a gate or over a latent vector. What the families' own tests ask of every row is not asked again."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,16 @@ def test_files_with_other_mixers_than_the_config_says(
 def test_convolutions_with_and_without_biases(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", model_type, **changes)
     assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
+
+
+def test_blocks_of_one_thing_alone_none_of_which_is_an_mlp(tmp_path: Path) -> None:
+    kinds = ["linear_attention", "full_attention"]
+    folder = save_model(tmp_path / "model", "nemotron_h", layer_types=kinds, num_hidden_layers=2)
+    done = quantize("fp6", folder, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    linears = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["linears"]
+    found = {linear.partition(".mixer.")[2] for linear in linears}
+    assert found == {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def test_experts_where_the_row_knows_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import re
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         (["quip-sharp", "demo", "{tmp}/out", "--rounding", "nearest", "--sweeps", "9"], "--sweeps does nothing with"),
         (["fp6", "demo", "{tmp}/out", "--damping", "0.5"], "--damping does nothing with --rounding nearest"),
         (["fp6", "{tiny}", "{tmp}/out", "--samples", "9"], "--samples does nothing without --calibration"),
+        (["fp6", "demo", "{tmp}/out", "--samples", "9"], "--samples does nothing where nothing is fitted to the text"),
         (["fp6", "{tiny}", "{tmp}/out", "--samples", "9", "--plan"], "--samples does nothing without --calibration"),
         (
             ["quarot", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--sequence-length", "9"],
@@ -168,7 +170,7 @@ def test_the_current_folder_is_not_replaced(tiny: Path, tmp_path: Path, monkeypa
     (inside := tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(inside)
     for out in (".", "", inside, inside.parent):
-        check_refused(quantize("fp6", tiny, out), "the current folder is in there")
+        check_refused(quantize("fp6", tiny, out), "is the current folder, or around it")
     check_refused(quantize("fp6", "", inside / "out"), "the name of the model is empty")
     assert listing(tmp_path).keys() == {"a", "a/b"}
 
@@ -356,6 +358,9 @@ def test_the_page_of_all_commands_says_in_full_what_each_does() -> None:
         (dict(cache_clip="x"), "cache_clip must be a number, found 'x'"),
         (dict(cache_clip=True), "cache_clip must be a number, found True"),
         (dict(activation_clip=[]), "activation_clip must be a number or a word, found []"),
+        (dict(activation_clip=0.8), "--activation-clip does nothing without --activation-bits 8, 6 or 4"),
+        (dict(cache_clip=0.8), "--kv-clip does nothing without --kv-bits"),
+        (dict(activation_bits=4, cache_sinks=3), "--kv-sinks does nothing without --kv-bits"),
     ],
 )
 def test_what_python_gives_a_recipe(options: dict[str, Any], message: str) -> None:
@@ -378,8 +383,19 @@ def test_python_is_told_what_a_model_and_a_recipe_are(tiny: Path, tmp_path: Path
         function(torch.nn.Linear(2, 2), tmp_path / "out", Fp6Recipe())
     with pytest.raises(ptq.InputError, match="options must be RunOptions, .* found 'cpu'"):
         ptq.quantize("m", "out", QuarotRecipe(), "cpu")  # type: ignore[arg-type]
-    with pytest.raises(ptq.InputError, match="recipe must be a QuarotRecipe, .*, found a dict"):
-        function(tiny, tmp_path / "out", {"method": "fp6"})
+    planned: Any = inspect.unwrap(ptq.plan)
+    for recipe, found in (({"method": "fp6"}, "a dict"), (Fp6Recipe, "the class Fp6Recipe"), (None, "a NoneType")):
+        for call in (partial(function, tiny, tmp_path / "out", recipe), partial(planned, str(tiny), recipe)):
+            with pytest.raises(ptq.InputError, match=f"recipe must be a QuarotRecipe, .*, found {found}"):
+                call()
+    with pytest.raises(ptq.InputError, match="out must be a folder, found None"):
+        function(tiny, None, Fp6Recipe())
+    for wrong in (dict(restart="no"), dict(report=1), dict(progress=None), dict(work=3)):
+        with pytest.raises(ptq.InputError, match=f"{next(iter(wrong))} must be"):
+            options: Any = ptq.RunOptions
+            options(**wrong)
+    with pytest.raises(ptq.InputError, match="--text does nothing without --against"):
+        ptq.verify(tiny, text="a.txt")
 
 
 def test_paths_of_every_kind(tiny: Path, calibration_text: Path, tmp_path: Path, monkeypatch: Any) -> None:

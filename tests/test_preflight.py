@@ -100,7 +100,11 @@ def test_time_of_the_search_for_clips() -> None:
 
 
 def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=free + 1))
+
+
+def test_where_there_is_no_disk_the_system_says_why_no_folder_is_made(tiny: Path) -> None:
+    check_refused(quantize("fp6", tiny, "/proc/none/out"), "/proc/none", code=1)
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
@@ -140,7 +144,7 @@ def test_what_to_do_is_said_of_the_disk_that_is_full(
     Path("/dev/shm").stat().st_dev != tmp_path.stat().st_dev or pytest.skip("/dev/shm is no disk of its own")
     places = {full: tmp_path / full, other: Path("/dev/shm") / "ptq" / other}
     usage = {tmp_path: 1000, Path("/dev/shm"): 10**9}
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=usage[folder]))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=usage[folder], total=1))
     with pytest.raises(ptq.InputError, match=f"{tmp_path}: this run needs about 1.5 KB of disk, .*{remedy}$"):
         preflight.check(Estimate(1.0, 1, work=1500, out=1500), places["work"], places["out"])
 

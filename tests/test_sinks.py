@@ -165,7 +165,7 @@ def test_what_only_looks_like_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     for family in ("gemma2", "llama"):
         assert not sinks.serves(AutoModelForCausalLM.from_config(tiny_config(family, attn_implementation="eager")))
     plain, _ = models("gpt_oss")
-    kind = fast_attention.Kind("", in_part=False, gated=False, halved=True, sinks=True)
+    kind = fast_attention.AttentionKind("", in_part=False, gated=False, halved=True, sinks=True)
     assert sinks.serves(plain) and fast_attention.kind_of(attentions(plain)[0]) == kind
 
     class Shifted(GptOssAttention):

@@ -79,12 +79,12 @@ def test_jsonl_documents_are_joined_by_an_empty_line(tmp_path):
     [
         ('{"text": "x"', "not valid JSON"),
         ("[1]", "expected a JSON object"),
-        ('{"body": "x"}', "named `text` or `content`, or a list named `messages`, found the fields .'body'."),
+        ('{"body": "x"}', "named `text` or `content`, or a list named `messages`, found the fields: body .str."),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             "is a chat, and the model's tokenizer has no chat template",
         ),
-        ('{"text": 3}', "named `text` or `content`"),
+        ('{"text": 3}', "named `text` or `content`, or a list named `messages`, found the fields: text .int."),
         ("[" * 100_000, "nested too deeply"),
     ],
 )

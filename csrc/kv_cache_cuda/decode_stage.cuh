@@ -156,8 +156,8 @@ struct Queries {
             float low = widen(x[r][i][0]), high = widen(x[r][i][1]);
             PTQ_UNROLL
             for (int part = 0; part < parts; part++) {
-                const uint32_t bits = take_part(low) | static_cast<uint32_t>(take_part(high)) << 16;
-                to[(part * pairs + step * 4 * half) * 8 + row * 4 * half + pair % (4 * half)] = bits;
+                const uint32_t both = take_part(low) | static_cast<uint32_t>(take_part(high)) << 16;
+                to[(part * pairs + step * 4 * half) * 8 + row * 4 * half + pair % (4 * half)] = both;
             }
         }
     }

@@ -18,7 +18,7 @@ from ptq.commands.perplexity import distance, growth, machine_record, numbers, t
 from ptq.commands.windows import Windows
 from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
-from ptq.files.dtypes import name_of
+from ptq.files.dtypes import dtype_name
 from ptq.hf.loading import load_model
 from ptq.pipeline.progress import counting
 from ptq.reporting.contents import Contents, summary
@@ -65,7 +65,7 @@ def compare(
     with counting("windows") as advance:
         found = evaluate.compare_all(models, plain, windows, progress=advance)
     return Comparison(
-        original, tuple(checkpoints), sizes, tuple(found), name, windows, name_of(plain.dtype), plain.device
+        original, tuple(checkpoints), sizes, tuple(found), name, windows, dtype_name(plain.dtype), plain.device
     )
 
 

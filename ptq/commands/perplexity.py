@@ -19,7 +19,7 @@ from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.files import hub
-from ptq.files.dtypes import name_of
+from ptq.files.dtypes import dtype_name
 from ptq.hf.loading import load_config, load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.reporting.sizes import with_error
@@ -75,7 +75,7 @@ def measure(question: Question) -> Measured:
         else:  # in the same dtype, so that the divergence is not that of two precisions
             original = load_model(question.against, model.dtype, question.device)
             result = compare(model, original, windows, progress=advance)
-    return Measured(question, name, windows, result, name_of(model.dtype))
+    return Measured(question, name, windows, result, dtype_name(model.dtype))
 
 
 def windows_for(

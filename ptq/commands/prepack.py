@@ -45,25 +45,28 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     check_out(out)
     check_integrity(checkpoint)
     modules = packed_modules(transformers_config(source), packed)
-    tiled = {name: found for name, module in modules.items() if (found := _tiled(name, module, packed, target))}
+    entries = packed.entries()
+    tiled = {name: found for name, module in modules.items() if (found := _tiled(name, module, entries[name], target))}
     if not tiled:
         formats = ", ".join(sorted({str(entry.get("format")) for entry in packed.schemes.values()}))
         raise InputError(
             f"{checkpoint}: no weight of it has a layout for {target} (its formats: {formats}); such weights are read "
             "as they are stored, so load it as it is"
         )
-    entries = packed.entries() | {name: entry for name, (entry, _) in tiled.items()}
+    entries |= {name: entry for name, (entry, _) in tiled.items()}
     linears = [linear for _, linear in tiled.values()]
     checkpoint_copy.write(source, out, linears, partial(_complete, source, entries, target))
     return len(linears)
 
 
-def _tiled(name: str, module: PackedWeight, packed: PtqConfig, target: str) -> tuple[dict[str, Any], Rewritten] | None:
-    """A linear of a plain checkpoint, and its new entry of config.json; None where its format makes no tiles for its
-    shape, and for an embedding, whose rows are looked up in the stored bytes."""
+def _tiled(
+    name: str, module: PackedWeight, entry: dict[str, Any], target: str
+) -> tuple[dict[str, Any], Rewritten] | None:
+    """A linear of a plain checkpoint with this entry of config.json, and its new one; None where its format makes no
+    tiles for its shape, and for an embedding, whose rows are looked up in the stored bytes."""
     if isinstance(module, PackedEmbedding):
         return None
-    entry, shape = packed.entries()[name], (module.out_features, module.in_features)
+    shape = (module.out_features, module.in_features)
     rest = {key: value for key, value in entry.items() if key in NOT_OF_THE_FORMAT}
     of = {key: value for key, value in entry.items() if key in ("format", "version") or key not in rest}
     try:

@@ -61,6 +61,8 @@ def verify(checkpoint: str | Path, against: str | Path | None = None, text: str 
     Raises InputError for a checkpoint that is not quantised by ptq, or whose files are not as they were written.
     Without a record (`save_pretrained` writes none), everything else is checked.
     """
+    if text is not None and against is None:
+        raise InputError("--text does nothing without --against, the original to compare with")
     folder = source.resolve(str(checkpoint))
     found = check_integrity(folder)
     if against is None:

@@ -57,12 +57,11 @@ def _states(
 ) -> list[State] | None:
     """Where the tokens of x go, for each layer; None where this is something else than decoding."""
     states: dict[int, State] = {}
-    owners = [layer.owner for layer in layers]
-    for owner in set(owners):
-        places = [i for i, found in enumerate(owners) if found is owner]
-        mixers = [(layers[i].mixer, layers[i].kind) for i in places]
+    for kind in {type(layer.kind) for layer in layers}:
+        places = [i for i, layer in enumerate(layers) if type(layer.kind) is kind]
+        mixers: list[Any] = [(layers[i].mixer, layers[i].kind) for i in places]
         floats = [y for i in places for y in layers[i].floats]
-        found = owner.cache_layers(mixers, cos_sin, x, floats=floats, **others)
+        found: Any = kind.cache_layers(mixers, cos_sin, x, floats=floats, **others)
         if found is None:
             return None
         states.update(zip(places, found, strict=True))

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast.mixer_states import CONV, matches, states_of
-from ptq.fast.mixer_states import cache_layers as cache_layers  # of `ptq.fast.found_layer.MIXERS`
+from ptq.fast.mixer_states import CONV, cache_layers, matches, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import forward_is_ours
 from ptq.layers.replaceable import has_hooks, is_plain
@@ -23,13 +22,6 @@ from ptq.ops.op_declarations import wants_gradient
 INPUTS, OUTPUT = ("in_proj_qkv", "in_proj_z"), "out_proj"
 PLAIN, NORM = ("in_proj_a", "in_proj_b"), "norm"
 VECTORS = ("A_log", "dt_bias")
-
-
-class Kind(NamedTuple):
-    """What a module does."""
-
-    eps: float
-    """Of the gated RMSNorm."""
 
 
 class Net(NamedTuple):
@@ -52,7 +44,25 @@ class Net(NamedTuple):
         return self.a_log, self.dt_bias
 
 
-def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+class DeltaNetKind(NamedTuple):
+    """What a module does."""
+
+    eps: float
+    """Of the gated RMSNorm."""
+
+    def sites(self, module: nn.Module) -> list[list[Any]]:
+        """The linears of each input."""
+        *first, last = linears_of(module)
+        return [first, [last]]
+
+    def parts(self, module: nn.Module) -> Net | None:
+        """The parts of a module; None where one is of another kind now."""
+        return parts_of(module)
+
+    cache_layers = staticmethod(cache_layers)
+
+
+def decoded(module: Any, kind: DeltaNetKind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
     inside = [module._modules.get(name) for name in (*PLAIN, NORM, CONV)]
     if any(part is None or has_hooks(part) or not forward_is_ours(vars(part).get("forward")) for part in inside):
@@ -73,11 +83,6 @@ def linears_of(module: nn.Module) -> list[Any]:
     return [module._modules[name] for name in (*INPUTS, OUTPUT)]
 
 
-def sites_of(module: nn.Module) -> list[list[Any]]:
-    """The linears of each input."""
-    return [linears_of(module)[:-1], linears_of(module)[-1:]]
-
-
 def parts_of(module: nn.Module) -> Net | None:
     """The parts of a module; None where one is of another kind now."""
     linears = [module._modules.get(name) for name in PLAIN]
@@ -94,7 +99,7 @@ def parts_of(module: nn.Module) -> Net | None:
     return Net(kernel, conv._parameters.get("bias"), a, b, *vectors, gain)  # pyright: ignore
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> DeltaNetKind | None:
     """What a module does; None for one that is no such net."""
     names = {*INPUTS, OUTPUT, *PLAIN, NORM, CONV}
     if module._modules.keys() != names or module._parameters.keys() != {*VECTORS}:
@@ -102,7 +107,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     eps = getattr(module._modules[NORM], "variance_epsilon", None)
     if not isinstance(eps, float) or parts_of(module) is None:
         return None
-    return Kind(eps) if _matches(module, eps) else None
+    return DeltaNetKind(eps) if _matches(module, eps) else None
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------
@@ -115,4 +120,4 @@ def _matches(module: Any, eps: float) -> bool:
         dk = (module.conv1d.weight.shape[0] - heads * width) // 2 // module.num_k_heads
     except TRIAL_ERRORS:
         return False
-    return matches(module, OUTPUT, (heads, dk, width), decoded, Kind(eps))
+    return matches(module, OUTPUT, (heads, dk, width), decoded, DeltaNetKind(eps))

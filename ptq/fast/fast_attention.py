@@ -28,7 +28,7 @@ INPUTS, FUSED, OUTPUT, NORMS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", "o_pr
 NORMED, SINKS = ("", "heads", "whole"), "sinks"
 
 
-class Kind(NamedTuple):
+class AttentionKind(NamedTuple):
     """What a module does."""
 
     normed: str
@@ -63,13 +63,64 @@ class Kind(NamedTuple):
             return None
         return (given[0].repeat(1, 1, 2), given[1].repeat(1, 1, 2)) if self.halved else given
 
+    def sites(self, module: nn.Module) -> list[list[Any]]:
+        """The linears of each input."""
+        return [linears_of(module)[:-1], linears_of(module)[-1:]]
 
-def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+    def inner_norms(self, module: nn.Module) -> list[nn.Module | None]:
+        """The norms of queries and of keys; None where there is none."""
+        return [module.get_submodule(name) if self.normed else None for name in NORMS]
+
+    def cached(self, module: Any) -> tuple[tuple[int, int], ...]:
+        """Heads, and channels of each, of keys and of values."""
+        *first, _ = linears_of(module)
+        rows = rows_of(module)[1] if len(first) == 1 else first[1].out_features
+        return ((rows // module.head_dim, module.head_dim),) * 2
+
+    @staticmethod
+    def cache_layers(
+        attentions: Sequence[tuple[Any, "AttentionKind"]],
+        cos_sin: tuple[Tensor, Tensor] | None,
+        x: Float[Tensor, "b t k"],
+        attention_mask: Tensor | None = None,
+        floats: Iterable[Tensor] = (),
+        **others: Any,
+    ) -> list[CacheLayer] | None:
+        """The layers of the cache that decoded tokens go to, one for each module; None where this is something else
+        than decoding, a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take).
+        """
+        cache = others.get(CACHE)
+        if cos_sin is None or cache is None or not len(x) or not decoding.are_decoded(x.shape[1], attention_mask):
+            return None
+        rotary_dim, given = cos_sin[0].shape[2], (x, *cos_sin, *floats)
+        if not (cpu_ops_serve(*given) or gpu_ops_serve(*given)):
+            return None
+        find = decoding.layer_on_cpu if x.is_cpu else decoding.layer_on_gpu
+        layers = []
+        for module, kind in attentions:
+            if kind.scaled and not x.is_cpu:  # the positions would have to come from there
+                return None
+            if module.training or not kind.takes(module, rotary_dim):
+                return None
+            if kind.sinks and not _sinks_serve(module, others):
+                return None
+            layer, wanted = find(module, cache, x)
+            if layer is None or decoding.attention_name(module.config) != wanted:
+                return None
+            if not decoding.fits(attention_mask, x, layer):
+                return None
+            if not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
+                return None  # a learned prefix
+            layers.append(layer)
+        return layers
+
+
+def decoded(module: Any, kind: AttentionKind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
     if not decoding.are_decoded(hidden_states.shape[1], others.get("attention_mask")):
         return None
     cos_sin = kind.cos_sin(module, others.get("position_embeddings"), hidden_states)
-    layers = cache_layers([(module, kind)], cos_sin, hidden_states, **others)
+    layers = kind.cache_layers([(module, kind)], cos_sin, hidden_states, **others)
     scaling = None if layers is None else decoding.scalings_of([(module, kind)], others)
     if cos_sin is None or layers is None or scaling is None:
         return None
@@ -91,73 +142,16 @@ def linears_of(module: nn.Module) -> list[Any]:
     return [parts[name] for name in ((FUSED,) if FUSED in parts else INPUTS) + (OUTPUT,)]
 
 
-def sites_of(module: nn.Module) -> list[list[Any]]:
-    """The linears of each input."""
-    return [linears_of(module)[:-1], linears_of(module)[-1:]]
-
-
-def inner_norms(module: nn.Module, kind: Kind) -> list[nn.Module | None]:
-    """The norms of queries and of keys; None where there is none."""
-    return [module.get_submodule(name) if kind.normed else None for name in NORMS]
-
-
 def rows_of(module: Any) -> list[int]:
     """How many rows of its weights are of queries, of keys and of values."""
     config, d = module.config, module.head_dim
     return [config.num_attention_heads * d * (1 + is_gated(module)), *(config.num_key_value_heads * d,) * 2]
 
 
-def kv_heads(module: Any) -> int:
-    """How many heads of keys there are."""
-    return module.config.num_key_value_heads
-
-
-def cached(module: Any) -> tuple[tuple[int, int], ...]:
-    """Heads, and channels of each, of keys and of values."""
-    *first, _ = linears_of(module)
-    rows = rows_of(module)[1] if len(first) == 1 else first[1].out_features
-    return ((rows // module.head_dim, module.head_dim),) * 2
-
-
 def is_gated(module: Any) -> bool:
     """Whether the linear of queries has twice their rows."""
     linear = module._modules.get(INPUTS[0])
     return getattr(linear, "out_features", 0) == 2 * module.config.num_attention_heads * module.head_dim
-
-
-def cache_layers(
-    attentions: Sequence[tuple[Any, Kind]],
-    cos_sin: tuple[Tensor, Tensor] | None,
-    x: Float[Tensor, "b t k"],
-    attention_mask: Tensor | None = None,
-    floats: Iterable[Tensor] = (),
-    **others: Any,
-) -> list[CacheLayer] | None:
-    """The layers of the cache that decoded tokens go to, one for each attention module; None where this is something
-    else than decoding, a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take).
-    """
-    cache = others.get(CACHE)
-    if cos_sin is None or cache is None or not len(x) or not decoding.are_decoded(x.shape[1], attention_mask):
-        return None
-    rotary_dim, given = cos_sin[0].shape[2], (x, *cos_sin, *floats)
-    find = decoding.layer_on_cpu if cpu_ops_serve(*given) else decoding.layer_on_gpu if gpu_ops_serve(*given) else None
-    if find is None:
-        return None
-    layers = []
-    for module, kind in attentions:
-        if kind.scaled and not x.is_cpu:  # the positions would have to come from there
-            return None
-        if module.training or not kind.takes(module, rotary_dim) or (kind.sinks and not _sinks_serve(module, others)):
-            return None
-        layer, wanted = find(module, cache, x)
-        if layer is None or decoding.attention_name(module.config) != wanted:
-            return None
-        if not decoding.fits(attention_mask, x, layer):
-            return None
-        if torch.is_grad_enabled() and not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
-            return None  # a learned prefix
-        layers.append(layer)
-    return layers
 
 
 def _sinks_serve(module: Any, others: dict[str, Any]) -> bool:
@@ -169,7 +163,7 @@ def _sinks_serve(module: Any, others: dict[str, Any]) -> bool:
 
 def attend(
     module: Any,
-    kind: Kind,
+    kind: AttentionKind,
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
     v: Float[Tensor, "b t width"],
@@ -208,7 +202,7 @@ def _normed(norm: nn.Module, x: Float[Tensor, "b t width"], d: int) -> Float[Ten
 # --- the trial ------------------------------------------------------------------------------------------------------
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> AttentionKind | None:
     """What an attention module does; None for any other module."""
     names = module._modules.keys()
     known = {*INPUTS, OUTPUT} <= names or {FUSED, OUTPUT} <= names
@@ -222,10 +216,10 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 @tried_once
-def _tried(module: Any) -> Kind | None:
+def _tried(module: Any) -> AttentionKind | None:
     scaled = decoding.scaled_by(module.config) is not None
     more = is_gated(module), False, module._parameters.get(SINKS) is not None, scaled
-    kinds = [Kind(normed, False, *more) for normed in NORMED]
+    kinds = [AttentionKind(normed, False, *more) for normed in NORMED]
     kinds += [kind._replace(halved=True) for kind in kinds]
     kind = next((kind for kind in kinds if _matches(module, kind, module.head_dim)), None)
     part = module.head_dim // 4 * 2
@@ -236,7 +230,7 @@ def _tried(module: Any) -> Kind | None:
     return kind._replace(in_part=part > 0 and _matches(module, kind, part))
 
 
-def _matches(module: Any, kind: Kind, rotary_dim: int) -> bool:
+def _matches(module: Any, kind: AttentionKind, rotary_dim: int) -> bool:
     """Whether the steps give what the forward of a module gives. `rotary_dim` 0: called without cos, sin."""
     if bool(kind.normed) != all(name in module._modules for name in NORMS):
         return False
@@ -246,10 +240,10 @@ def _matches(module: Any, kind: Kind, rotary_dim: int) -> bool:
 
 
 def _gives_those_of(
-    module: Any, alone: Any, kind: Kind, rotary_dim: int, tokens: int, generator: torch.Generator
+    module: Any, alone: Any, kind: AttentionKind, rotary_dim: int, tokens: int, generator: torch.Generator
 ) -> bool:
     """Whether the steps give what the forward of a module gives for so many tokens. `alone`: a small copy."""
-    before = [torch.randn(2, h, 5, d, generator=generator) for h, d in cached(module)]
+    before = [torch.randn(2, h, 5, d, generator=generator) for h, d in kind.cached(module)]
     widths = HIDDEN, *(rotary_dim // (1 + kind.halved),) * 2
     x, cos, sin = (torch.randn(2, tokens, width, generator=generator) for width in widths)
     angles = (cos, sin) if rotary_dim else None

@@ -62,22 +62,22 @@ class _Kind:
         weights, steps = self._weights(experts)
         if torch.is_grad_enabled() and any(bias.requires_grad for bias in steps.biases):
             return None
-        if not self.gate.signs:
-            return self.format.experts(x, rows, weights, self.width, steps)
-        gates, ups, downs = ([expert.linears[role] for expert in experts] for role in ROLES)
-        su = [linear.signs(INPUT_SIGNS) for linear in (gates[0], *downs)]
-        sv = [linear.signs(OUTPUT_SIGNS) for linear in (*gates, *ups, *downs)]
-        signs = cast(list[Tensor], su), cast(list[Tensor], sv)
-        return self.format.transformed_experts(x, rows, weights, signs, self.width, steps)
+        signs = None
+        if self.gate.signs:
+            gates, ups, downs = ([expert.linears[role] for expert in experts] for role in ROLES)
+            su = [linear.signs(INPUT_SIGNS) for linear in (gates[0], *downs)]
+            sv = [linear.signs(OUTPUT_SIGNS) for linear in (*gates, *ups, *downs)]
+            signs = cast(list[Tensor], su), cast(list[Tensor], sv)
+        return self.format.experts(x, rows, weights, signs, self.width, steps)
 
     def handle_of(self, experts: Sequence["_Expert"]) -> Tensor | None:
         """What stands for all experts; None where the format has no such op."""
         weights, steps = self._weights(experts)
-        if not self.gate.signs:
-            return self.format.all_experts(weights, self.width, steps)
-        first, *_ = experts
-        su = [first.held[INPUT_SIGNS][0], *(expert.held[INPUT_SIGNS][2] for expert in experts)]
-        return self.format.all_transformed_experts(weights, (su, _all_of(experts, OUTPUT_SIGNS)), self.width, steps)
+        signs = None
+        if self.gate.signs:
+            su = [experts[0].held[INPUT_SIGNS][0], *(expert.held[INPUT_SIGNS][2] for expert in experts)]
+            signs = su, _all_of(experts, OUTPUT_SIGNS)
+        return self.format.all_experts(weights, signs, self.width, steps)
 
     def _weights(self, experts: Sequence["_Expert"]) -> tuple[Listed, ExpertSteps]:
         """Weights and steps of experts, as their format takes them."""

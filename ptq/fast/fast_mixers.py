@@ -18,7 +18,7 @@ from ptq.fast.mixer_steps import STEPS, Step, step_for
 from ptq.fast.trials import innermost, with_globals
 from ptq.fast.watched import InPlace
 
-Kind = delta_net.Kind | state_space.Kind
+Kind = delta_net.DeltaNetKind | state_space.StateSpaceKind
 
 
 def forward_of(module: nn.Module) -> Step | None:

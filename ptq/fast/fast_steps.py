@@ -39,7 +39,7 @@ def install(model: nn.Module) -> None:
             module.forward = forward
 
 
-def attention_forward(module: nn.Module, kind: fast_attention.Kind | None, *args: Any, **kwargs: Any) -> Any:
+def attention_forward(module: nn.Module, kind: fast_attention.AttentionKind | None, *args: Any, **kwargs: Any) -> Any:
     """The forward of attention of this kind; None: any other that turns as `ptq::rotary` does."""
     if kind is not None and not args:
         found = fast_attention.decoded(module, kind, **kwargs)

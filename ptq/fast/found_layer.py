@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from ptq.fast import delta_net, fast_attention, fast_moe, gated_mlp, latent_attention, rms_norm, state_space
 from ptq.fast import expansion as expansions
+from ptq.fast.delta_net import DeltaNetKind
 from ptq.fast.expansion import HeldExpansion
+from ptq.fast.fast_attention import AttentionKind
 from ptq.fast.fast_moe import HeldMoe
+from ptq.fast.latent_attention import LatentKind
+from ptq.fast.state_space import StateSpaceKind
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.layers.replaceable import stays_on_cpu, treat_input_alike
@@ -30,14 +34,11 @@ from ptq.weights.layouts import LaidOut
 
 NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
-NO_NORM = rms_norm.Kind(1.0, 0.0, False)
-MIXERS: tuple[Any, ...] = (fast_attention, latent_attention, delta_net, state_space)
-"""Modules with `Kind`, `kind_of`, `sites_of` and `cache_layers`; those of attention with `inner_norms` and `cached`,
-the others with `parts_of`."""
-OWNERS = {module.Kind: module for module in MIXERS}
-Recurrent = delta_net.Kind | state_space.Kind
+NO_NORM = rms_norm.RmsNormKind(1.0, 0.0, False)
+Recurrent = DeltaNetKind | StateSpaceKind
 Parts = delta_net.Net | state_space.Space
-Kind = fast_attention.Kind | latent_attention.Kind | Recurrent
+Kind = AttentionKind | LatentKind | Recurrent
+FIND_KIND = fast_attention.kind_of, latent_attention.kind_of, delta_net.kind_of, state_space.kind_of
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,6 @@ class Layer:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", tuple(map(version, self.signs)))
-
-    @property
-    def owner(self) -> Any:
-        """Which of `MIXERS` knows the mixer."""
-        return OWNERS[type(self.kind)]
 
     def is_over(self) -> bool:
         """Whether sign vectors have been written to, or experts, the matrix of latent attention or dtypes have changed,
@@ -107,11 +103,11 @@ def _layer(
     moe: HeldMoe | None = None,
     gelu: bool = False,
 ) -> Layer | None:
-    owner, kind = _known(mixer)
+    kind = next((kind for find in FIND_KIND if (kind := find(mixer)) is not None), None)
     if kind is None:
         return None
-    inner = (None, None) if isinstance(kind, Recurrent) else owner.inner_norms(mixer, kind)
-    mixing = owner.sites_of(mixer)
+    inner = (None, None) if isinstance(kind, Recurrent) else kind.inner_norms(mixer)
+    mixing = kind.sites(mixer)
     normed, sites = _norms([*norms[:2], *inner, *norms[2:]]), mixing + _mlp_sites(mlp)
     linears = [linear for site in sites for linear in site]
     if normed is None or not all(
@@ -120,8 +116,8 @@ def _layer(
         return None
     transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, kind, mixing, mlp)
     dtype = next((gain.dtype for gain in normed["gains"] if gain is not NONE), torch.float32)
-    expansion = expansions.kept_matrix(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
-    recurrent = owner.parts_of(mixer) if isinstance(kind, Recurrent) else None
+    expansion = expansions.kept_matrix(mixer, dtype) if isinstance(kind, LatentKind) else None
+    recurrent = kind.parts(mixer) if isinstance(kind, Recurrent) else None
     special = _special(mixer, kind, expansion, recurrent)
     if transforms is None or op is None or special is None:
         return None
@@ -139,14 +135,9 @@ def _layer(
     )
     return Layer(
         handle=handle, has_mlp=mlp is not None or moe is not None, moe=moe, mixer=mixer, kind=kind,
-        expansion=expansion, cached=() if recurrent else owner.cached(mixer), floats=floats, vectors=vectors,
-        signs=signs,
+        expansion=expansion, cached=() if isinstance(kind, Recurrent) else kind.cached(mixer), floats=floats,
+        vectors=vectors, signs=signs,
     )  # fmt: skip
-
-
-def _known(mixer: nn.Module) -> tuple[Any, Kind | None]:
-    """Which of `MIXERS` knows a mixer, and what it does; twice None where none does."""
-    return next(((owner, kind) for owner in MIXERS if (kind := owner.kind_of(mixer)) is not None), (None, None))
 
 
 def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None, recurrent: Parts | None) -> dict[str, Any] | None:
@@ -154,14 +145,14 @@ def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None, recurrent:
     fields: dict[str, Any] = dict(
         gated=0, recurrent=[], recurrent_eps=0.0, norm_groups=0, latent=[], rope_layout=0, sinks=[]
     )
-    if isinstance(kind, fast_attention.Kind):
+    if isinstance(kind, AttentionKind):
         sinks = [mixer._parameters[fast_attention.SINKS]] if kind.sinks else []
         return fields | dict(gated=mixer.head_dim if kind.gated else 0, sinks=sinks)
-    if isinstance(kind, latent_attention.Kind):
+    if isinstance(kind, LatentKind):
         return None if expansion is None else fields | dict(latent=[*expansion.numbers], rope_layout=kind.rope_layout)
     if recurrent is None:
         return None
-    groups = kind.groups if isinstance(kind, state_space.Kind) else 0
+    groups = kind.groups if isinstance(kind, StateSpaceKind) else 0
     held = [NONE if x is None else x for x in recurrent]
     return fields | dict(recurrent=held, recurrent_eps=kind.eps, norm_groups=groups)
 
@@ -189,7 +180,7 @@ def _rows(mixer: nn.Module, kind: Kind, mixing: Sequence[Sequence[QuantLinear]],
     """How many rows the linears have before and with o (`ptq.ops.layer_ops`), and gate, up and down, should they be
     there."""
     rows = [linear.out_features for site in mixing for linear in site]
-    if isinstance(kind, fast_attention.Kind) and len(mixing[0]) == 1:
+    if isinstance(kind, AttentionKind) and len(mixing[0]) == 1:
         rows[:1] = fast_attention.rows_of(mixer)
     for [down] in _mlp_sites(mlp)[1:]:
         rows.extend((down.in_features, down.in_features, down.out_features))

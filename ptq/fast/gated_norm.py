@@ -11,7 +11,7 @@ from ptq.ops import mixer_ops
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 
 
-class Kind(NamedTuple):
+class GatedNormKind(NamedTuple):
     """What `ptq::gated_rms_norm` takes for a module, behind its tensors."""
 
     eps: float
@@ -19,7 +19,7 @@ class Kind(NamedTuple):
     before: bool
 
 
-def forward(module: nn.Module, norm: Kind, *args: Any, **kwargs: Any) -> Tensor:
+def forward(module: nn.Module, norm: GatedNormKind, *args: Any, **kwargs: Any) -> Tensor:
     gain = module._parameters.get("weight")
     if len(args) == 2 and not kwargs and gain is not None:
         x, gate = args
@@ -32,7 +32,7 @@ def _serves(x: Tensor, *others: Tensor) -> bool:
     return cpu_ops_serve(x) and cpu_ops_serve(*others) and x.dtype in (torch.float32, others[0].dtype)
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> GatedNormKind | None:
     """What a module does that is `ptq::gated_rms_norm`; None for any other."""
     gain, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", None)
     alone = len(module._parameters) == 1 and not module._modules and not module._buffers
@@ -42,12 +42,12 @@ def kind_of(module: nn.Module) -> Kind | None:
         return None
     size, groups = getattr(module, "group_size", len(gain)), getattr(module, "n_groups", 1)
     groups = groups if size == len(gain) else len(gain) // size
-    kinds = (Kind(eps, groups, before) for before in (False, True))
+    kinds = (GatedNormKind(eps, groups, before) for before in (False, True))
     return next((kind for kind in kinds if _matches(module, len(gain), kind)), None)
 
 
 @tried_once
-def _matches(module: nn.Module, k: int, norm: Kind) -> bool:
+def _matches(module: nn.Module, k: int, norm: GatedNormKind) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dtype in FEW_DTYPES:
         alone = bare_copy(module)

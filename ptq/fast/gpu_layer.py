@@ -22,7 +22,7 @@ from ptq.layers.replaceable import stays_on_gpu, treat_input_alike
 from ptq.ops import matmul
 
 Norm = tuple[Tensor, float, float, bool]
-"""The gain and `rms_norm.Kind`."""
+"""The gain and `rms_norm.RmsNormKind`."""
 
 
 @dataclass(frozen=True)

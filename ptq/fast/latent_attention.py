@@ -40,12 +40,12 @@ SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 """dk, r, dv and rank of `ptq.ops.latent_ops`."""
 
 
-class Kind(NamedTuple):
+class LatentKind(NamedTuple):
     """What a module does."""
 
     rope_layout: RopeLayout
     scaled: bool = False
-    """As of `ptq.fast.fast_attention.Kind`."""
+    """As of `ptq.fast.fast_attention.AttentionKind`."""
     interleaved: bool | None = None
     """`rope_interleave` of the config that it was found for, which modules ask every time."""
 
@@ -63,8 +63,55 @@ class Kind(NamedTuple):
             return (given.real.contiguous(), given.imag.contiguous()) if is_complex else None
         return given if isinstance(given, tuple) else None
 
+    def sites(self, module: nn.Module) -> list[list[Any]]:
+        """The linears of each input."""
+        first, inside, output = linears_of(module)
+        return [first, *([inside] if inside else []), [output]]
 
-def forward(module: nn.Module, kind: Kind, *args: Any, **kwargs: Any) -> Any:
+    def inner_norms(self, module: nn.Module) -> list[nn.Module | None]:
+        """The norms of queries of low rank, where there are any, and of latent vectors."""
+        return [module._modules.get(name) for name in NORMS]
+
+    def cached(self, module: Any) -> tuple[tuple[int, int], ...]:
+        """Heads, and channels of each, of latent vectors and of what is rotated behind them."""
+        return (1, module.kv_lora_rank), (1, module.qk_rope_head_dim)
+
+    @staticmethod
+    def cache_layers(
+        attentions: Sequence[tuple[Any, "LatentKind"]],
+        cos_sin: tuple[Tensor, Tensor] | None,
+        x: Float[Tensor, "b t k"],
+        attention_mask: Tensor | None = None,
+        floats: Iterable[Tensor] = (),
+        **others: Any,
+    ) -> list[GrowingLayer] | None:
+        """As of `ptq.fast.fast_attention.AttentionKind`."""
+        cache, tokens = others.get(CACHE), x.shape[1]
+        if cos_sin is None or cache is None or not x.numel() or not decoding.are_decoded(tokens, attention_mask):
+            return None
+        if not cpu_ops_serve(x, *floats) or not all(
+            y.dim() == 3 and y.is_cpu and not wants_gradient(y) for y in cos_sin
+        ):
+            return None
+        found = []
+        for module, kind in attentions:
+            if getattr(module.config, INTERLEAVED, None) != kind.interleaved:
+                return None
+            layer = growing_layer(cache, module.layer_idx)
+            if layer is None or not layer.get_seq_length() or module.training:
+                return None
+            ours = decoding.attention_name(module.config) == decoding.ATTENTION
+            if not ours or not decoding.fits(attention_mask, x, layer):
+                return None
+            cached = cast(list[Tensor], [layer.keys, layer.values])
+            learns = torch.is_grad_enabled() and wants_gradient(*module.parameters(), *cached)
+            if learns or any(y.dtype != x.dtype for y in cached):
+                return None
+            found.append(layer)
+        return found
+
+
+def forward(module: nn.Module, kind: LatentKind, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module of this kind."""
     if torch.compiler.is_compiling():
         return fast_rotary.forward(module, *args, **kwargs)
@@ -75,10 +122,10 @@ def forward(module: nn.Module, kind: Kind, *args: Any, **kwargs: Any) -> Any:
     return fast_rotary.forward(module, *args, **kwargs)
 
 
-def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+def decoded(module: Any, kind: LatentKind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
     x, cos_sin = hidden_states, kind.cos_sin(module, others.get("position_embeddings"), hidden_states)
-    layers = cache_layers([(module, kind)], cos_sin, x, **others)
+    layers = kind.cache_layers([(module, kind)], cos_sin, x, **others)
     scaling = None if layers is None else decoding.scalings_of([(module, kind)], others)
     if layers is None or cos_sin is None or scaling is None or must_be_called(module._modules[EXPANSION]):
         return None
@@ -95,49 +142,11 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         return None
     latent, rotary = latent.split((module.kv_lora_rank, module.qk_rope_head_dim), -1)
     latent, layer = parts[NORMS[1]](latent), layers[0]
-    *room, before = layer.reserve(*decoding.shapes_of(cached(module), x), x)
+    *room, before = layer.reserve(*decoding.shapes_of(kind.cached(module), x), x)
     numbers = *matrix.numbers, kind.rope_layout, scaling[0], others.get("attention_mask")
     y = torch.ops.ptq.latent_attention.default(queries, latent, rotary, *cos_sin, *room, before, *numbers)
     layer.advance(x.shape[1])
     return parts[OUTPUT](y)
-
-
-def cached(module: Any) -> tuple[tuple[int, int], ...]:
-    """Heads, and channels of each, of latent vectors and of what is rotated behind them."""
-    return (1, module.kv_lora_rank), (1, module.qk_rope_head_dim)
-
-
-def cache_layers(
-    attentions: Sequence[tuple[Any, Kind]],
-    cos_sin: tuple[Tensor, Tensor] | None,
-    x: Float[Tensor, "b t k"],
-    attention_mask: Tensor | None = None,
-    floats: Iterable[Tensor] = (),
-    **others: Any,
-) -> list[GrowingLayer] | None:
-    """The layers of the cache that decoded tokens go to, one for each module; None where this is something else than
-    decoding, a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
-    cache, tokens = others.get(CACHE), x.shape[1]
-    if cos_sin is None or cache is None or not x.numel() or not decoding.are_decoded(tokens, attention_mask):
-        return None
-    if not cpu_ops_serve(x, *floats) or not all(y.dim() == 3 and y.is_cpu and not wants_gradient(y) for y in cos_sin):
-        return None
-    found = []
-    for module, kind in attentions:
-        if getattr(module.config, INTERLEAVED, None) != kind.interleaved:
-            return None
-        layer = growing_layer(cache, module.layer_idx)
-        if layer is None or not layer.get_seq_length() or module.training:
-            return None
-        ours = decoding.attention_name(module.config) == decoding.ATTENTION
-        if not ours or not decoding.fits(attention_mask, x, layer):
-            return None
-        cached = cast(list[Tensor], [layer.keys, layer.values])
-        learns = torch.is_grad_enabled() and wants_gradient(*module.parameters(), *cached)
-        if learns or any(y.dtype != x.dtype for y in cached):
-            return None
-        found.append(layer)
-    return found
 
 
 def linears_of(module: nn.Module) -> tuple[list[Any], list[Any], Any]:
@@ -148,21 +157,10 @@ def linears_of(module: nn.Module) -> tuple[list[Any], list[Any], Any]:
     return first, [] if is_full else [parts[LOW_RANK[1]]], parts[OUTPUT]
 
 
-def sites_of(module: nn.Module) -> list[list[Any]]:
-    """The linears of each input."""
-    first, inside, output = linears_of(module)
-    return [first, *([inside] if inside else []), [output]]
-
-
-def inner_norms(module: nn.Module, kind: Kind) -> list[nn.Module | None]:
-    """The norms of queries of low rank, where there are any, and of latent vectors."""
-    return [module._modules.get(name) for name in NORMS]
-
-
 # --- the trial ------------------------------------------------------------------------------------------------------
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> LatentKind | None:
     """What an attention module does; None for any other module."""
     if module._modules.keys() not in (FULL, OF_LOW_RANK) or module._parameters:
         return None
@@ -171,21 +169,21 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 @tried_once
-def _tried(module: Any) -> Kind | None:
+def _tried(module: Any) -> LatentKind | None:
     more = decoding.scaled_by(module.config) is not None, getattr(module.config, INTERLEAVED, None)
-    kinds = (Kind(rope_layout, *more) for rope_layout in RopeLayout)
+    kinds = (LatentKind(rope_layout, *more) for rope_layout in RopeLayout)
     return next((kind for kind in kinds if _matches(module, kind)), None)
 
 
-def _matches(module: Any, kind: Kind) -> bool:
+def _matches(module: Any, kind: LatentKind) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = _small_copy(module, generator)
     return all(_gives_those_of(module, alone, kind, tokens, generator) for tokens in (1, 3))
 
 
-def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator: torch.Generator) -> bool:
+def _gives_those_of(module: Any, alone: Any, kind: LatentKind, tokens: int, generator: torch.Generator) -> bool:
     """Whether the steps give what the forward of a module gives for so many tokens. `alone`: a small copy."""
-    before = [torch.randn(2, h, 5, d, generator=generator) for h, d in cached(module)]
+    before = [torch.randn(2, h, 5, d, generator=generator) for h, d in kind.cached(module)]
     x, angles = (torch.randn(2, tokens, n, generator=generator) for n in (HIDDEN, module.qk_rope_head_dim // 2))
     cos_sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
     given = torch.polar(torch.ones_like(angles), angles) if kind.rope_layout is RopeLayout.COMPLEX else cos_sin

@@ -15,7 +15,7 @@ EPSILON = ("variance_epsilon", "eps")
 """What families call the number that RMSNorm adds to the mean."""
 
 
-class Kind(NamedTuple):
+class RmsNormKind(NamedTuple):
     """What a module computes, as of `ptq::rms_norm`."""
 
     eps: float
@@ -33,7 +33,7 @@ def forward(module: nn.Module, eps: float, offset: float, round_first: bool, *ar
     return type(module).forward(module, *args, **kwargs)
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> RmsNormKind | None:
     """What an RMSNorm computes; None for any other module."""
     gain = module._parameters.get("weight")
     numbers = [tensor for tensor in module._buffers.values() if tensor is not None and tensor.is_floating_point()]
@@ -45,12 +45,12 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 @tried_once
-def _tried(module: nn.Module, k: int, eps: float) -> Kind | None:
+def _tried(module: nn.Module, k: int, eps: float) -> RmsNormKind | None:
     # k tells norms of other widths apart: `tried_once` remembers what it found by it
     parameters = inspect.signature(type(module).forward).parameters
     required = [p for p in parameters.values() if p.default is p.empty]
     alone = len(required) == 2 and "gate" not in parameters  # norms with a gate: `ptq.fast.fast_mixers`
-    kinds = [Kind(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if alone else []
+    kinds = [RmsNormKind(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if alone else []
     return next((kind for kind in kinds if _matches(module, *kind)), None)
 
 

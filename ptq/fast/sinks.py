@@ -92,7 +92,7 @@ def _matches(module: Any, rotary_dim: int) -> bool:
     alone = fast_attention.small_copy(module, generator)
     for tokens, masked in ((5, False), (5, True), (1, False)):
         x, cos, sin = (torch.randn(2, tokens, n, generator=generator) for n in (HIDDEN, rotary_dim, rotary_dim))
-        before = torch.randn(2, 2, fast_attention.kv_heads(module), 5 - tokens, module.head_dim, generator=generator)
+        before = torch.randn(2, 2, module.config.num_key_value_heads, 5 - tokens, module.head_dim, generator=generator)
         seen = torch.ones(1, 1, tokens, 5, dtype=torch.bool).tril(5 - tokens)
         seen[..., 1] &= not masked or tokens == 1
         found = []

@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import gated_norm
-from ptq.fast.mixer_states import CONV, matches, states_of
-from ptq.fast.mixer_states import cache_layers as cache_layers  # of `ptq.fast.found_layer.MIXERS`
+from ptq.fast.mixer_states import CONV, cache_layers, matches, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import forward_is_ours
 from ptq.layers.replaceable import has_hooks
@@ -22,15 +21,6 @@ from ptq.ops.op_declarations import wants_gradient
 INPUT, OUTPUT, NORM = "in_proj", "out_proj", "norm"
 INSIDE = {INPUT, OUTPUT, NORM, CONV, "act"}
 VECTORS = ("A_log", "D", "dt_bias")
-
-
-class Kind(NamedTuple):
-    """What a module does."""
-
-    eps: float
-    """Of the gated RMSNorm."""
-    groups: int
-    """Of that norm."""
 
 
 class Space(NamedTuple):
@@ -52,7 +42,27 @@ class Space(NamedTuple):
         return self.a_log, self.d, self.dt_bias
 
 
-def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+class StateSpaceKind(NamedTuple):
+    """What a module does."""
+
+    eps: float
+    """Of the gated RMSNorm."""
+    groups: int
+    """Of that norm."""
+
+    def sites(self, module: nn.Module) -> list[list[Any]]:
+        """The linears of each input."""
+        *first, last = linears_of(module)
+        return [first, [last]]
+
+    def parts(self, module: nn.Module) -> Space | None:
+        """The parts of a module; None where one is of another kind now."""
+        return parts_of(module)
+
+    cache_layers = staticmethod(cache_layers)
+
+
+def decoded(module: Any, kind: StateSpaceKind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
     inside = [module._modules.get(name) for name in (NORM, CONV)]
     if any(part is None or has_hooks(part) or not forward_is_ours(vars(part).get("forward")) for part in inside):
@@ -72,11 +82,6 @@ def linears_of(module: nn.Module) -> list[Any]:
     return [module._modules[name] for name in (INPUT, OUTPUT)]
 
 
-def sites_of(module: nn.Module) -> list[list[Any]]:
-    """The linears of each input."""
-    return [linears_of(module)[:-1], linears_of(module)[-1:]]
-
-
 def parts_of(module: nn.Module) -> Space | None:
     """The parts of a module; None where one is of another kind now."""
     parts = [module._modules.get(name) for name in (CONV, NORM)]
@@ -89,7 +94,7 @@ def parts_of(module: nn.Module) -> Space | None:
     return Space(conv, bias, *vectors, gain)  # pyright: ignore
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> StateSpaceKind | None:
     """What a module does; None for one that is no such state space."""
     if not module._modules.keys() >= INSIDE - {"act"} or not module._modules.keys() <= INSIDE:
         return None
@@ -97,12 +102,12 @@ def kind_of(module: nn.Module) -> Kind | None:
     found = None if norm is None or module._parameters.keys() != {*VECTORS} else gated_norm.kind_of(norm)
     if found is None or not found.before or parts_of(module) is None:
         return None
-    kind = Kind(found.eps, found.groups)
+    kind = StateSpaceKind(found.eps, found.groups)
     return kind if _matches(module, kind) else None
 
 
 @tried_once
-def _matches(module: Any, kind: Kind) -> bool:
+def _matches(module: Any, kind: StateSpaceKind) -> bool:
     try:
         heads, width, channels = len(module.A_log), len(module.norm.weight), module.conv1d.weight.shape[0]
         n = (channels - width) // 2 // module.n_groups

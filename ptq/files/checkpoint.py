@@ -78,7 +78,8 @@ def _no_safetensors(folder: Path) -> InputError:
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
-        return InputError(f"{folder}: found {shards[0]} but neither {SINGLE} nor {INDEX}; fetch the missing index")
+        way = "fetch the missing index" if shards[1:] else f"if that is all, name it {SINGLE}, else fetch {INDEX} too"
+        return InputError(f"{folder}: found {shards[0]} but neither {SINGLE} nor {INDEX}; {way}")
     if pickles:
         return InputError(f"{folder / pickles[0]}: a pickle can run code, so it is never opened; {TO_SAFETENSORS}")
     if ggufs := [name for name in names if name.endswith(".gguf")]:

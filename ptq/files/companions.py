@@ -7,6 +7,7 @@ from pathlib import Path
 from ptq.errors import InputError
 from ptq.files.hub import TERMS
 from ptq.files.shards import write_bytes
+from ptq.files.source import cannot_read
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files of which a model with a tokenizer has one at least."""
@@ -43,6 +44,8 @@ def check(folder: Path) -> None:
         if name.endswith(".json"):
             try:
                 content = json.loads((folder / name).read_bytes())
+            except OSError as error:
+                raise cannot_read(folder / name, error) from error
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{folder / name}: not valid JSON ({error}); fetch the file again") from None
             if name in OBJECTS and not isinstance(content, dict):

@@ -20,7 +20,7 @@ def levels(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def read_as(config: Mapping[str, Any], otherwise: torch.dtype = torch.bfloat16) -> torch.dtype:
     """What the config says, if that is a dtype of weights."""
     names = [level.get(key) for level in levels(config) for key in ("dtype", "torch_dtype")]
-    known = {name_of(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    known = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
     return next((known[name] for name in names if isinstance(name, str) and name in known), otherwise)
 
 
@@ -35,12 +35,12 @@ def plain(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     found = {key: value for key, value in config.items() if key not in QUANTISATION}
     for key in ("dtype", "torch_dtype"):
         if found.get(key) is not None:  # some say float8_e4m3fn
-            found[key] = name_of(dtype)
+            found[key] = dtype_name(dtype)
     if isinstance(found.get(TEXT), dict):
         found[TEXT] = plain(found[TEXT], dtype)
     return found
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """`float32` and the like."""
     return str(dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ import torch
 
 from ptq.errors import InputError
 from ptq.files.checkpoint import QUANTISATION, Checkpoint, refuse_quantized
-from ptq.files.dtypes import levels, name_of, plain, read_as
+from ptq.files.dtypes import dtype_name, levels, plain, read_as
 from ptq.files.header import Scale, TensorInfo
 
 FP8 = torch.float8_e4m3fn
@@ -74,7 +74,7 @@ def dequantized(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         elif name.endswith(tuple(f".weight{suffix}" for suffix in SCALES)):
             raise InputError(f"tensor {name!r} is a scale, but beside it is no weight that is float8_e4m3fn")
         tensors[name] = info
-    note = f"published in FP8: {len(scales)} weights are read as {name_of(dtype)}, each times its scale"
+    note = f"published in FP8: {len(scales)} weights are read as {dtype_name(dtype)}, each times its scale"
     if left:
         note += f"; {left} scales of activations or of a KV cache are left out"
     return replace(checkpoint, config=plain(checkpoint.config, dtype), tensors=tensors), (note,)
@@ -140,8 +140,10 @@ def _scale(name: str, tensors: Mapping[str, TensorInfo], blocks: tuple[Block, ..
         raise InputError(f"tensor {name!r} is float8_e4m3fn, so its scales {wanted} are needed; found {len(found)}")
     info = tensors[found[0]]
     if info.dtype not in SCALE_DTYPES:
-        wanted = ", ".join(map(name_of, SCALE_DTYPES))
-        raise InputError(f"tensor {found[0]!r} is {name_of(info.dtype)}: scales of FP8 weights must be one of {wanted}")
+        wanted = ", ".join(map(dtype_name, SCALE_DTYPES))
+        raise InputError(
+            f"tensor {found[0]!r} is {dtype_name(info.dtype)}: scales of FP8 weights must be one of {wanted}"
+        )
     return Scale(found[0], info, _fitting(found[0], info.shape, shape, blocks), tensors[name])
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 
 def six_digits(value: Any) -> Any:
-    """Floats, also those in lists and dicts, with six digits: the last ones of a sum depend on the number of threads,
-    and a record must not. None for what is not finite, which JSON has no word for; all else as it is."""
+    """Floats, also those in lists and dicts, with six digits: the last ones of a sum depend on the number of threads.
+    None for what is not finite, which JSON has no word for; all else as it is."""
     if isinstance(value, dict):
         return {key: six_digits(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ptq.errors import InputError, RunError
@@ -61,6 +61,7 @@ def _locked(folder: Path) -> int:
             ) from None
         except OSError:  # a file system without locks
             return handle
-        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-            return handle
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
         os.close(handle)  # its holder has just removed the file

@@ -17,7 +17,7 @@ import torch
 
 from ptq.errors import InputError
 from ptq.files.checkpoint import QUANTISATION, Checkpoint, refuse_quantized
-from ptq.files.dtypes import name_of, plain, read_as
+from ptq.files.dtypes import dtype_name, plain, read_as
 from ptq.files.header import Scale, TensorInfo
 
 METHOD = "mxfp4"
@@ -57,7 +57,7 @@ def dequantized(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     for name in tensors:
         if name.endswith(SCALES) and name.removesuffix(SCALES) not in found:
             raise InputError(f"tensor {name!r} is a scale, but beside it is no {name.removesuffix(SCALES) + CODES!r}")
-    note = f"published in MXFP4: {len(codes)} weights are read as {name_of(dtype)}, each times its scale"
+    note = f"published in MXFP4: {len(codes)} weights are read as {dtype_name(dtype)}, each times its scale"
     return replace(checkpoint, config=plain(checkpoint.config, dtype), tensors=found), (note,)
 
 
@@ -79,7 +79,7 @@ def _scale(name: str, tensors: Mapping[str, TensorInfo]) -> Scale:
     codes, scales = tensors[name + CODES], tensors[name + SCALES]
     for suffix, info in ((CODES, codes), (SCALES, scales)):
         if info.dtype != torch.uint8:
-            raise InputError(f"tensor {name + suffix!r} is {name_of(info.dtype)}: MXFP4 is stored as uint8")
+            raise InputError(f"tensor {name + suffix!r} is {dtype_name(info.dtype)}: MXFP4 is stored as uint8")
     if len(codes.shape) != 4 or codes.shape[-1] != BYTES or 0 in codes.shape:
         raise InputError(
             f"tensor {name + CODES!r} has shape {list(codes.shape)}, but codes of MXFP4 are [experts, rows, groups, "

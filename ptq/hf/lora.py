@@ -46,6 +46,8 @@ def prepared(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
     Raises InputError for a model without packed linears, or that no gradient passes, for adapters on experts, and when
     it is used for what needs the weights themselves.
     """
+    if not isinstance(config, LoraConfig):
+        raise InputError(f"packed linears take adapters of a LoraConfig, found a {type(config).__name__}; {PLAIN}")
     linears = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()
                if isinstance(module, QuantLinear) and module is not model.get_output_embeddings()}  # fmt: skip
     if not linears:

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from ptq.errors import InputError
+from ptq.files.dtypes import dtype_name
 from ptq.files.header import TensorInfo
 from ptq.layers.packed_weight import GUARD
 from ptq.models.family import Family
@@ -44,7 +45,9 @@ def check(modules: Mapping[str, nn.Module], stored: Mapping[str, TensorInfo], fo
                 )
             packed = not (parameter.is_floating_point() and info.dtype.is_floating_point)
             if packed and info.dtype != parameter.dtype:
-                raise InputError(f"{folder}: tensor {name!r} is {info.dtype}, expected {parameter.dtype}")
+                raise InputError(
+                    f"{folder}: tensor {name!r} is {dtype_name(info.dtype)}, expected {dtype_name(parameter.dtype)}"
+                )
     for name in stored:
         if name not in claimed and name.rpartition(".")[0] in owners:
             raise InputError(

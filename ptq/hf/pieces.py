@@ -7,6 +7,7 @@ from itertools import accumulate
 from math import prod
 
 from ptq.errors import InputError
+from ptq.files.dtypes import dtype_name
 from ptq.files.header import TensorInfo
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
@@ -70,8 +71,8 @@ def _stacked(tensors: Mapping[str, TensorInfo], names: list[str]) -> TensorInfo:
     for name, info in zip(names, pieces, strict=True):
         if not info.shape or info.shape[1:] != first.shape[1:] or info.dtype != first.dtype or info.scale is not None:
             raise InputError(
-                f"tensor {name!r} has shape {list(info.shape)} and dtype {info.dtype}, which do not go with "
-                f"{list(first.shape)} and {first.dtype} of {names[0]!r}: {OF_ANOTHER}"
+                f"tensor {name!r} has shape {list(info.shape)} and dtype {dtype_name(info.dtype)}, which do not go "
+                f"with {list(first.shape)} and {dtype_name(first.dtype)} of {names[0]!r}: {OF_ANOTHER}"
             )
     shape = (sum(info.shape[0] for info in pieces), *first.shape[1:])
     return replace(first, shape=shape, nbytes=sum(info.nbytes for info in pieces), pieces=tuple(pieces))

@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from ptq.errors import InputError
 from ptq.fast import fast_decode
+from ptq.files.dtypes import dtype_name
 from ptq.files.header import TensorInfo, read_header
 from ptq.hf import dequantized, experts, packed_tensors, residual, transposed
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
@@ -148,7 +149,8 @@ def _refuse_other_numbers(model: PreTrainedModel, stored: Mapping[str, TensorInf
         if info is not None and parameter.is_floating_point() and not info.dtype.is_floating_point:
             packed = name.endswith(f".{GUARD}") and info.shape == (1,)
             said = "; it is packed, and config.json does not list it: one of them is damaged" if packed else ""
-            raise InputError(f"{folder}: tensor {name!r} is {info.dtype}, expected {model.config.dtype}{said}")
+            wanted = dtype_name(parameter.dtype)
+            raise InputError(f"{folder}: tensor {name!r} is {dtype_name(info.dtype)}, expected {wanted}{said}")
 
 
 def _warn_of_others(linears: Iterable[str], stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> None:

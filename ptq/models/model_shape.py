@@ -38,9 +38,10 @@ WIDTH = (
 """Width of the MLP of blocks without experts; of Granite 4, of the one that every token passes."""
 SHARED_KEYS, LAYER_INPUT = "num_kv_shared_layers", "hidden_size_per_layer_input"
 LATENT = "moe_latent_size"
-
 MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
 """Kinds of blocks that do not mix tokens."""
+ONE_THING_ALONE = "mtp_layers_block_type"
+"""What only configs have whose blocks may be of these kinds."""
 LARGEST = 2**31 - 1
 """Of any size: what is searched for the divisors of an absurd one would not end."""
 CHUNKS = ("mamba_chunk_size", "chunk_size")
@@ -251,10 +252,10 @@ def _experts(config: Any) -> dict[str, Any]:
 
 
 def _halves(config: Any) -> tuple[bool, ...]:
-    """`ModelShape.halves` of a config: one whose `layer_types` has MLPs among what mixes tokens."""
+    """`ModelShape.halves` of a config: one whose `layer_types` has MLPs among what mixes tokens, or could."""
     kinds = getattr(config, "layer_types", None) or ()
     alone = {MLP_ALONE, EXPERTS_ALONE}
-    return tuple(kind not in alone for kind in kinds) if alone & {*kinds} else ()
+    return tuple(kind not in alone for kind in kinds) if alone & {*kinds} or hasattr(config, ONE_THING_ALONE) else ()
 
 
 def has_experts(config: Any, index: int) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import torch
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NAMES = {"": ("memory.max", "memory.current", ""),
@@ -14,8 +15,10 @@ GIVEN_BACK = ("active_file", "inactive_file", "slab_reclaimable")
 """What these lines call the part of what is in use that is given back when somebody asks for memory."""
 
 
-def available() -> int:
-    """Bytes that are free: of the machine, or of the container or job whose limit leaves less."""
+def available(device: torch.device | None = None) -> int:
+    """Bytes that are free: of a GPU, or of the machine, or of the container or job whose limit leaves less."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     return min([psutil.virtual_memory().available, *_left(GROUPS, OWN_GROUPS)])
 
 

@@ -103,7 +103,7 @@ class _Model:
         tied = job.head == job.embedding and head is None  # and trained
         self.frozen_embedding = None if tied else tasks.matrix(job.embedding)
         size = 4 * weights_of(job.plan.linears)
-        self.keep = 2 * size < free_memory.available()
+        self.keep = 2 * size < free_memory.available(job.device)
 
     def _teacher(self) -> PartialModel:
         """What makes logits of the teacher's states; with other tensors, those of the packed model."""

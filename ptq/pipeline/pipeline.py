@@ -79,12 +79,10 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
             f"model must be a folder, a hub name or `demo`, found a {type(model).__name__}; a model in memory is saved "
             "by its save_pretrained, and that folder passed"
         )
+    if not isinstance(out, str | Path):
+        raise InputError(f"out must be a folder, found {out!r}")
     if not isinstance(options, RunOptions):
         raise InputError(f"options must be RunOptions, such as RunOptions(device='cpu'), found {options!r}")
-    if not isinstance(recipe, Recipe):
-        raise InputError(
-            f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe, found a {type(recipe).__name__}"
-        )
     model, (out, work) = str(model), _folders(out, options)
     with engine.workers() as workers, without_kernel_hints(), own_defaults():
         with source.headers_only(model) as (folder, missing):

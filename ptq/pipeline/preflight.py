@@ -85,8 +85,9 @@ def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
     devices = {folder: parent.stat().st_dev for folder, parent in existing.items()}
     for folder, device in devices.items():
         wanted = sum(nbytes for other, nbytes in folders.items() if devices[other] == device)
-        free = shutil.disk_usage(existing[folder]).free
-        if wanted > free:
+        usage = shutil.disk_usage(existing[folder])
+        free = usage.free
+        if wanted > free and usage.total:  # where there is no disk, as in /proc, the system says why no folder is made
             without = wanted - (folders[work] if devices[work] == device else 0)
             remedy = "name a folder on another disk with --work" if without <= free else "choose another OUT"
             raise InputError(

@@ -88,6 +88,9 @@ def check(found: Source, plan: Plan) -> None:
 
 def plan(model: str, recipe: Recipe) -> Target:
     """The plan for a model. Raises InputError as `opened` and `check` do, and for a recipe that does not fit."""
+    if not isinstance(recipe, Recipe):
+        found = f"a {type(recipe).__name__}" if not isinstance(recipe, type) else f"the class {recipe.__name__}"
+        raise InputError(f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe with its options, found {found}")
     found = opened(model)
     with in_folder(found.checkpoint.folder):
         return _planned(found, recipe)

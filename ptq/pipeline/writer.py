@@ -62,7 +62,7 @@ def check_folders(out: Path, work: Path, source: Path | None = None) -> None:
 def check_out(out: Path) -> None:
     """Raise InputError where a finished folder could not be renamed to `out`."""
     if out.resolve() in (here := Path.cwd(), *here.parents):
-        raise InputError(f"{out}: the current folder is in there, and a new one takes its place; name another folder")
+        raise InputError(f"{out}: is the current folder, or around it, which a new one would replace; name another")
     if out.is_symlink():
         raise InputError(f"{out}: is a link, and a folder takes its place at the end; name {out.resolve()}")
     if out.exists() and not out.is_dir():

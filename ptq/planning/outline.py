@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ptq.errors import InputError
-from ptq.files.dtypes import name_of
+from ptq.files.dtypes import dtype_name
 from ptq.models.family import ExpertNames, Family, LayerInputs, Mixer
 from ptq.models.model_shape import ModelShape
 from ptq.planning.patterns import skipped
@@ -59,7 +59,8 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
     unread |= {f"{block}.{name}" for block in taken for name in family.own_keys}
     unread |= (behind := _behind(shape, family, tensors))
     inputs = family.layer_inputs if shape.layer_input else None
-    mixers = {block: mixer for block in blocks if (mixer := _mixer(block, family, tensors.keys() - unread))}
+    read = tensors.keys() - unread
+    mixers = {block: mixer for block in blocks if (mixer := _mixer(block, family, read))}
     linears = [_linear("embedding", family.embedding, shape.vocab, shape.hidden)]
     if inputs is not None:
         linears.append(
@@ -285,6 +286,6 @@ def _or_plain(linear: LinearPlan, tensors: Tensors) -> LinearPlan:
         return linear
     # What happens to the input or the product when the model runs needs our linear layer, also with a plain weight.
     stored = tensors.get(linear.source)
-    dtype = "float32" if stored is None else name_of(stored.dtype)
+    dtype = "float32" if stored is None else dtype_name(stored.dtype)
     dense = formats.get("dense", dtype=dtype) if linear.acts_online else None
     return replace(linear, statistics=None, format=dense)

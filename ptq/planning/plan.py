@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ptq.errors import InputError
+from ptq.files.dtypes import dtype_name
 from ptq.files.header import TensorInfo
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.models.model_shape import ModelShape
@@ -229,7 +230,7 @@ def check_tensors(plan: Plan, tensors: Mapping[str, TensorInfo], promised: Mappi
             continue
         if info.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InputError(
-                f"tensor {name!r} is {str(info.dtype).removeprefix('torch.')}: weights must be float32, float16 or "
+                f"tensor {name!r} is {dtype_name(info.dtype)}: weights must be float32, float16 or "
                 "bfloat16, or FP8 (float8_e4m3fn) or MXFP4 that config.json describes; convert the model first"
             )
         if tuple(info.shape) != promised.get(name, tuple(info.shape)):

@@ -16,6 +16,7 @@ them), put onto a plan.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ptq.errors import InputError
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops import hadamard
@@ -36,6 +37,15 @@ READERS = {
 }
 """Roles that read the residual stream, and the field of `Family` that names the norm in front of them."""
 WRITERS = ("attention_output", "mixer_output", "down", "latent_output")
+
+
+def check_rotated(plan: Plan) -> None:
+    """Raise InputError for a plan in which nothing is rotated."""
+    if not any(linear.input or linear.output or linear.online for linear in plan.linears):
+        raise InputError(
+            "there is nothing to rotate: no rotation that vanishes into the weights passes the norms, or the fused "
+            "linears, of this model; quantise it without"
+        )
 
 
 def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep_tied: bool) -> Plan:

@@ -104,7 +104,7 @@ def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, 
 
 def _layer(linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbytes: int) -> Layer:
     if linear.format is None:
-        storage = dtypes.name_of(dtype)
+        storage = dtypes.dtype_name(dtype)
     else:
         options = (f"{key}={value}" for key, value in linear.format.options().items())
         storage = " ".join([linear.format.name, *options])

@@ -133,9 +133,10 @@ def _document(row: dict[str, Any], tokenizer: Any, where: str) -> str:
             return row[name]
     if isinstance(row.get(CHAT_FIELD), list):
         return _chat(row[CHAT_FIELD], tokenizer, where)
+    found = ", ".join(f"{name} ({type(row[name]).__name__})" for name in sorted(row)[:10]) or "none"
     raise InputError(
-        f"{where}: expected a string named `text` or `content`, or a list named `{CHAT_FIELD}`, found the fields "
-        f"{sorted(row)[:10]}"
+        f"{where}: expected a string named `text` or `content`, or a list named `{CHAT_FIELD}`, found the fields: "
+        f"{found}"
     )
 
 

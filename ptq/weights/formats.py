@@ -15,6 +15,7 @@ from jaxtyping import Float, Float32, Int, Int8
 from torch import Tensor
 
 from ptq.errors import InputError
+from ptq.files.dtypes import dtype_name
 from ptq.ops import matmul
 
 if TYPE_CHECKING:
@@ -244,7 +245,4 @@ def check_parts(format: Format, parts: Parts, n: int, k: int) -> None:
 
 def parts_text(parts: Parts) -> str:
     """Parts as text for a message: name, dtype and shape of each."""
-    return (
-        ", ".join(f"{part} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for part, t in parts.items())
-        or "none"
-    )
+    return ", ".join(f"{part} {dtype_name(t.dtype)} {list(t.shape)}" for part, t in parts.items()) or "none"

@@ -168,17 +168,26 @@ class LaidOut(Format):
         return None if held is None else (self.ops.layer, (*held, *self.numbers))
 
     def experts(
-        self, x: Float[Tensor, "t k"], rows: Rows, weights: Listed, width: int, steps: ExpertSteps
+        self,
+        x: Float[Tensor, "t k"],
+        rows: Rows,
+        weights: Listed,
+        signs: Signs | None,
+        width: int,
+        steps: ExpertSteps,
     ) -> Float[Tensor, "t k"] | None:
-        """Several experts (`ptq.ops.expert_ops`), whose input is not transformed. `weights`: those of all gates, all
-        ups, all downs; `width`: rows of a gate."""
-        if self.ops.experts is None or "tiles" not in weights:
+        """Several experts (`ptq.ops.expert_ops`); None where no op computes them. `weights`: those of all gates, all
+        ups, all downs; `width`: rows of a gate. `signs`: None where the input is not transformed; otherwise linears
+        have signs and transforms on both sides (QuIP#): the products of gate and up go back through the transform of
+        the input of down, those of down through that of the input of gate and up; these are the signs of the input of
+        gates and ups, then of each down's, and those of all products."""
+        if signs is not None or self.ops.experts is None or "tiles" not in weights:
             return None
         return self.ops.experts(x, *rows, *self._of_experts(weights, width, steps))
 
-    def all_experts(self, weights: Listed, width: int, steps: ExpertSteps) -> Tensor | None:
-        """What stands for all experts of a block, as `experts` takes them."""
-        if self.ops.all_experts is None or "tiles" not in weights:
+    def all_experts(self, weights: Listed, signs: Signs | None, width: int, steps: ExpertSteps) -> Tensor | None:
+        """What stands for all experts of a block, as `experts` takes them; signs as they are stored."""
+        if signs is not None or self.ops.all_experts is None or "tiles" not in weights:
             return None
         return self.ops.all_experts(*self._of_experts(weights, width, steps))
 
@@ -188,21 +197,3 @@ class LaidOut(Format):
         held = [weights.get(part, []) for part in ("tiles", *self.scale_parts)]
         treatments = gate.bits, gate.clip, down.factors, down.order, down.bits, down.clip
         return *held, width, *self.numbers, *treatments, biases, clamped
-
-    def transformed_experts(
-        self,
-        x: Float[Tensor, "t k"],
-        rows: Rows,
-        weights: Listed,
-        signs: Signs,
-        width: int,
-        steps: ExpertSteps,
-    ) -> Float[Tensor, "t k"] | None:
-        """`experts` whose linears have signs and transforms on both sides (QuIP#): the products of gate and up go back
-        through the transform of the input of down, those of down through that of the input of gate and up. `signs`:
-        those of the input of gates and ups, then of each down's; those of all products."""
-        return None
-
-    def all_transformed_experts(self, weights: Listed, signs: Signs, width: int, steps: ExpertSteps) -> Tensor | None:
-        """`all_experts` whose linears are those of `transformed_experts`; signs as they are stored."""
-        return None

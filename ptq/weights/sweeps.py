@@ -20,7 +20,7 @@ COLUMN_BLOCK = 128
 """Columns between two products with H or its factor."""
 STEPS = 4096
 """A scale is refitted in steps of one part in so many: the last digits of a sum depend on the number of threads, and
-the bytes of a run must not."""
+the scale then as a rule does not."""
 
 
 @dataclass(frozen=True)

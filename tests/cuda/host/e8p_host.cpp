@@ -79,7 +79,7 @@ extern "C" int test_plan(int halves, int tokens, int n, int k, int bits, int pro
     Linear p{};
     p.w.n = n, p.w.k = k, p.tokens = tokens;
     const Device device{processors, shared, shared + 1024};
-    const int bytes = with_bits<2, 3, 4>(bits, [&]<int b>() {
+    const int bytes = ptq::with_bits<2, 3, 4>(bits, [&]<int b>() {
         return halves ? with_shape<Half, b>(tokens, [&]<class S>() { return plan<Half, S>(p, device); })
                       : with_shape<int8_t, b>(tokens, [&]<class S>() { return plan<int8_t, S>(p, device); });
     });
