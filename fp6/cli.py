@@ -86,4 +86,4 @@ def fp6(
         widths=tuple(element_for or ()), element=element, group_size=group_size, scale=scale,
         scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
     )  # fmt: skip
-    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
+    cli.run_method(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

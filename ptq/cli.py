@@ -108,7 +108,7 @@ def _sentence(error: BaseException, goes_on: bool) -> str:
     return f"internal error ({type(error).__name__}: {error}); --debug shows where"
 
 
-def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
+def run_method(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
     if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
         recipe.refuse_idle("without --calibration", "samples", "sequence_length")

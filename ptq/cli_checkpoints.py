@@ -41,7 +41,7 @@ def inspect(
         opened = Checkpoint.open(folder)
         found = contents.summary(opened)
         if found.groups:
-            contents.check_tensors(opened)
+            contents.check_packed(opened)
         path = opened.folder / RECORD
         record = read_record(path) if path.is_file() else None
         result = None if record is None or record.get("result") is None else read_result(folder)

@@ -16,5 +16,5 @@ def planner(method: str) -> Callable[..., Any]:
 
 def commands() -> Iterator[Callable[[Any], None]]:
     """The `register(app)` of every method, of what runs a model, and of what is done with checkpoints."""
-    modules = *(f"{method}.cli" for method in METHODS), "ptq.cli_run", "ptq.cli_checkpoints"
+    modules = *(f"{method}.cli" for method in METHODS), "ptq.cli_models", "ptq.cli_checkpoints"
     return (import_module(module).register for module in modules)

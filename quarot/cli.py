@@ -104,7 +104,7 @@ def quarot(
         cache_sinks=kv_sinks,
     )  # fmt: skip
     _refuse_idle(recipe, model)
-    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
+    cli.run_method(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
 
 
 def _cache_bits(both: int, keys: int | None, values: int | None) -> tuple[int, int]:
@@ -149,4 +149,4 @@ def rotate(
     from quarot.plan import QuarotRecipe
 
     recipe = QuarotRecipe(rounding="nearest", seed=seed, weight_bits=16, online=False)
-    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=False), show_plan)
+    cli.run_method(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=False), show_plan)

@@ -57,4 +57,4 @@ def quip_sharp(
         widths=tuple(bits_for or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
         finetune=finetune, finetune_epochs=finetune_epochs,
     )  # fmt: skip
-    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
+    cli.run_method(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

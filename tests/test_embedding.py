@@ -198,7 +198,7 @@ def test_what_a_run_says_of_them(tmp_path: Path, calibration_text: Path) -> None
     plain = quantize("fp6", source, tmp_path / "plain")
     assert "embeddings and head are " in plain.stderr and "see --embedding-bits" in plain.stderr
     done = quantize("fp6", source, tmp_path / "out", "--embedding-bits", 8, "--calibration", calibration_text,
-                    "--sequence-length", 32, "--samples", 4)  # fmt: skip
+                    "--sequence-length", 32)  # fmt: skip
     assert done.exit_code == 0 and "--embedding-bits" not in done.stderr
     found = report_schema.read(tmp_path / "out" / report_schema.JSON)
     before = report_schema.read(tmp_path / "plain" / report_schema.JSON)

@@ -103,7 +103,7 @@ def counted_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of how many layers each call of their op is."""
     own, calls = cpu_layer.run, []
 
-    def run(layers: list[cpu_layer.Layer], *args: Any) -> Any:
+    def run(layers: list[cpu_layer.FoundLayer], *args: Any) -> Any:
         found = own(layers, *args)
         calls.extend([] if found is None else [len(layers)])
         return found
@@ -237,7 +237,7 @@ def test_whole_layers_of_every_family(family: str, tmp_path, monkeypatch: pytest
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
     single, calls, own = without(copy.deepcopy(model), "DecoderLayer"), [], cpu_layer.run
 
-    def run(layers: list[cpu_layer.Layer], *args: Any) -> Any:
+    def run(layers: list[cpu_layer.FoundLayer], *args: Any) -> Any:
         y = own(layers, *args)
         if y is not None:
             calls.extend("all" if layer.has_mlp else "attention" for layer in layers)

@@ -286,7 +286,7 @@ def asked(patch: pytest.MonkeyPatch, command: str, options: str) -> dict[str, An
         found.append((recipe, fields))
         assert (model, out) == ("org/model", Path("OUT"))
 
-    patch.setattr(cli, "run", run)
+    patch.setattr(cli, "run_method", run)
     result = quantize(command, "org/model", "OUT", *options.split())
     assert result.exit_code == 0, result.output
     recipe, fields = found[0]

@@ -11,7 +11,7 @@ from conftest import check_refused, edit_tensors, quantize
 from ptq.files.shards import Shards
 from ptq.pipeline import pipeline, rewrite
 from ptq.pipeline.job import Job
-from ptq.pipeline.proof import RowAgreement, over_rows
+from ptq.pipeline.proof import ProbeAgreement, over_rows
 
 pytestmark = pytest.mark.usefixtures("fast")
 NAME = "model.layers.1.mlp.up_proj"
@@ -90,7 +90,7 @@ def test_what_is_broken_is_no_result(
 
 
 def test_several_rows_say_how_sure_their_mean_is() -> None:
-    rows = [RowAgreement(rotation_error=0.1 * kl, kl=kl, top1=1 - kl) for kl in (0.1, 0.2, 0.6)]
+    rows = [ProbeAgreement(rotation_error=0.1 * kl, kl=kl, top1=1 - kl) for kl in (0.1, 0.2, 0.6)]
     found = over_rows(rows)
     assert (found.rotation_error, found.kl, found.top1) == pytest.approx((0.06, 0.3, 0.7))
     assert found.kl_standard_error == pytest.approx((0.14 / 2 / 3) ** 0.5)

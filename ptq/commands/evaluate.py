@@ -127,8 +127,6 @@ def compare_all(
 def compare_logits(
     pairs: Iterable[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"]]],
     windows: Windows,
-    *,
-    progress: Progress | None = None,
 ) -> Agreement:
     """Compare the logits of a model and of its original that predict all but the first token of every window.
 
@@ -137,8 +135,6 @@ def compare_logits(
     rows: list[_Compared] = []
     for (logits, original_logits), row in zip(pairs, windows.tokens, strict=True):
         rows.append(_compare_window(logits, original_logits, row[1:], len(rows)))
-        if progress:
-            progress(len(rows), len(windows))
     return _agreement(rows, windows)
 
 

@@ -22,7 +22,7 @@ from ptq.pipeline import writer
 from ptq.pipeline.progress import counting, without_kernel_hints
 from ptq.pipeline.streamed import Streamed
 from ptq.pipeline.work import RECORD, read_record
-from ptq.reporting.contents import check_tensors, summary
+from ptq.reporting.contents import check_packed, summary
 from ptq.statistics.calibration import bos_of
 from ptq.statistics.text_sources import read_text
 
@@ -130,7 +130,7 @@ def check_integrity(folder: Path) -> Verification:
             "check it by; to compare two models: `quantize perplexity FOLDER --against MODEL --text FILE`"
         )
     if contents.groups:
-        check_tensors(found)
+        check_packed(found)
     for name in found.tensors:
         found.read_checked(name)
     if not recorded:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ptq.fast import decoding
-from ptq.fast.found_layer import Layer, Recurrent
+from ptq.fast.found_layer import FoundLayer, Recurrent
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
@@ -25,7 +25,7 @@ State = GrowingLayer | PackedLayer | tuple[Tensor, Tensor]
 
 
 def run(
-    layers: Sequence[Layer],
+    layers: Sequence[FoundLayer],
     x: Float[Tensor, "b t k"],
     others: dict[str, Any],
     multipliers: list[float],
@@ -53,7 +53,7 @@ def run(
 
 
 def _states(
-    layers: Sequence[Layer], x: Float[Tensor, "b t k"], cos_sin: tuple[Tensor, Tensor], others: dict[str, Any]
+    layers: Sequence[FoundLayer], x: Float[Tensor, "b t k"], cos_sin: tuple[Tensor, Tensor], others: dict[str, Any]
 ) -> list[State] | None:
     """Where the tokens of x go, for each layer; None where this is something else than decoding."""
     states: dict[int, State] = {}
@@ -71,7 +71,7 @@ def _states(
     return [states[i] for i in range(len(layers))]
 
 
-def _cos_sin(layers: Sequence[Layer], x: Float[Tensor, "b t k"], given: Any) -> tuple[Tensor, Tensor] | None:
+def _cos_sin(layers: Sequence[FoundLayer], x: Float[Tensor, "b t k"], given: Any) -> tuple[Tensor, Tensor] | None:
     """cos and sin as all layers take them that turn something; None where they take them in different ways."""
     kinds = {layer.kind: layer.mixer for layer in layers if not isinstance(layer.kind, Recurrent)}
     if not kinds:
@@ -82,7 +82,7 @@ def _cos_sin(layers: Sequence[Layer], x: Float[Tensor, "b t k"], given: Any) -> 
     return None if None in found else found[0]
 
 
-def _scaling(layers: Sequence[Layer], others: dict[str, Any]) -> list[float] | None:
+def _scaling(layers: Sequence[FoundLayer], others: dict[str, Any]) -> list[float] | None:
     """What the scores of each layer's attention are multiplied with; None where that is not one number for all."""
     attentions = [(layer.mixer, layer.kind) for layer in layers if not isinstance(layer.kind, Recurrent)]
     found = decoding.scalings_of(attentions, others)
@@ -92,7 +92,7 @@ def _scaling(layers: Sequence[Layer], others: dict[str, Any]) -> list[float] | N
     return [1.0 if isinstance(layer.kind, Recurrent) else next(numbers) for layer in layers]
 
 
-def _cache(layers: Sequence[Layer], states: Sequence[State], x: Float[Tensor, "b t k"]) -> tuple[Any, ...] | None:
+def _cache(layers: Sequence[FoundLayer], states: Sequence[State], x: Float[Tensor, "b t k"]) -> tuple[Any, ...] | None:
     """The arguments of `ptq::decode_layers` from `cache` to `cache_order`, with room for the tokens of x. All states
     are of one cache."""
     batch, tokens = x.shape[:2]

@@ -42,7 +42,7 @@ FIND_KIND = fast_attention.kind_of, latent_attention.kind_of, delta_net.kind_of,
 
 
 @dataclass(frozen=True)
-class Layer:
+class FoundLayer:
     """A layer that its op holds, and what a call is checked against."""
 
     handle: Tensor
@@ -82,7 +82,7 @@ class Layer:
         return any(map(ne, map(version, self.signs), self.versions))
 
 
-def layer_of(mixer: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
+def layer_of(mixer: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> FoundLayer | None:
     """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, or what stands
     in its place, before the MLP, behind attention, behind the MLP."""
     act = gated_mlp.gate_of(mlp)
@@ -102,7 +102,7 @@ def _layer(
     norms: Sequence[nn.Module | None],
     moe: HeldMoe | None = None,
     gelu: bool = False,
-) -> Layer | None:
+) -> FoundLayer | None:
     kind = next((kind for find in FIND_KIND if (kind := find(mixer)) is not None), None)
     if kind is None:
         return None
@@ -133,7 +133,7 @@ def _layer(
     signs = tuple(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
-    return Layer(
+    return FoundLayer(
         handle=handle, has_mlp=mlp is not None or moe is not None, moe=moe, mixer=mixer, kind=kind,
         expansion=expansion, cached=() if isinstance(kind, Recurrent) else kind.cached(mixer), floats=floats,
         vectors=vectors, signs=signs,

@@ -43,7 +43,7 @@ class Segment(NamedTuple):
 
     first: int
     last: int
-    found: list[cpu_layer.Layer]
+    found: list[cpu_layer.FoundLayer]
 
 
 class Run:
@@ -136,7 +136,7 @@ def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(map(is_, map(a.get, b), b.values()))
 
 
-def _whole(layer: nn.Module) -> tuple[cpu_layer.Layer, Watched] | None:
+def _whole(layer: nn.Module) -> tuple[cpu_layer.FoundLayer, Watched] | None:
     """What the op takes for all of a layer, and what that depends on; None where the layer must be called."""
     fast = fast_layer.fast_forward_of(layer)
     if fast is not None:

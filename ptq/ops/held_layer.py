@@ -94,5 +94,5 @@ class Token(NamedTuple):
 Products = Callable[..., list[Tensor]]
 """products(input, biases, first, last, dtype, weights ...): those of weights [first, last) with an input of numbers
 (one tensor), or integers and scales; only of these in `dtype`. `biases` are empty, or one for each."""
-Layer = Callable[..., Tensor]
+LayerFunction = Callable[..., Tensor]
 """layer(x, cos, sin, ...): the fields of `Token`."""

@@ -59,19 +59,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.ops.held_layer import DECODE_SCHEMA, SCHEMA, HeldLayer, Layer, Products, Token
+from ptq.ops.held_layer import DECODE_SCHEMA, SCHEMA, HeldLayer, LayerFunction, Products, Token
 from ptq.ops.layer_reference import layer_of, sites_of
 from ptq.ops.op_declarations import declare
 
 
-def declare_layer(op: str, weights: str, products: Products) -> Callable[..., Layer]:
+def declare_layer(op: str, weights: str, products: Products) -> Callable[..., LayerFunction]:
     """Declare `ptq::<op>`, whose last arguments are the `weights` of a schema. Returns a function that makes a layer in
     Python of the same arguments."""
 
     n_place = [argument.split()[1] for argument in weights.split(", ")].index("n")
     count = len(HeldLayer._fields)
 
-    def layer(*arguments: Any) -> Layer:
+    def layer(*arguments: Any) -> LayerFunction:
         held, packed = HeldLayer(*arguments[:count]), arguments[count:]
         sites = sites_of(packed[n_place], held)
         return lambda *token: layer_of(products, held, sites, packed, Token(*token))

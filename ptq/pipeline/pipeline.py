@@ -235,7 +235,7 @@ def _finish(
 
 def _agreement(
     tasks: Tasks, ids: Int[Tensor, "rows t"]
-) -> tuple[Float[Tensor, "1 t v"], proof.RowAgreement, Float64[Tensor, "3 rows t-1"]]:
+) -> tuple[Float[Tensor, "1 t v"], proof.ProbeAgreement, Float64[Tensor, "3 rows t-1"]]:
     """The packed model's logits of the first probe row, how all rows compare, and the same by position."""
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
     first, last = ({name: read(name) for name in job.final_tensors} for read in (job.tensor, tasks.shards.read))

@@ -21,7 +21,7 @@ REMEDY = "if files of this run were changed or damaged in between, --restart beg
 
 
 @dataclass(frozen=True)
-class RowAgreement:
+class ProbeAgreement:
     """How tokens of the probe come out of the three models."""
 
     rotation_error: float
@@ -34,11 +34,11 @@ class RowAgreement:
     """That of the mean over several rows."""
 
 
-def over_rows(rows: Sequence[RowAgreement]) -> RowAgreement:
+def over_rows(rows: Sequence[ProbeAgreement]) -> ProbeAgreement:
     """The agreement over rows of the same length."""
     count = len(rows)
     kl, top1 = sum(row.kl for row in rows) / count, sum(row.top1 for row in rows) / count
-    return RowAgreement(max(row.rotation_error for row in rows), kl, top1, standard_error([row.kl for row in rows]))
+    return ProbeAgreement(max(row.rotation_error for row in rows), kl, top1, standard_error([row.kl for row in rows]))
 
 
 def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"]) -> float:
@@ -52,7 +52,7 @@ def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"
 
 def compare(
     original: Float[Tensor, "b t v"], rotated: Float[Tensor, "b t v"], packed: Float[Tensor, "b t v"]
-) -> RowAgreement:
+) -> ProbeAgreement:
     """Compare logits. Raises RunError where the rotated model is not the original, or the packed one is not finite;
     InputError where the original is not."""
     never = original.isneginf() & rotated.isneginf() & packed.isneginf()  # tokens that the model rules out
@@ -69,7 +69,7 @@ def compare(
     if not (packed.isfinite() | never).all():
         raise RunError(f"the packed model's logits are not finite, so there is no result; {REMEDY}")
     p, q = original.double().log_softmax(-1), packed.double().log_softmax(-1)
-    return RowAgreement(
+    return ProbeAgreement(
         error, divergence(p, q).mean().item(), (original.argmax(-1) == packed.argmax(-1)).double().mean().item()
     )
 

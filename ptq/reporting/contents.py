@@ -91,7 +91,7 @@ def _summary(checkpoint: Checkpoint) -> Contents:
     return Contents(tuple(groups), plain_bytes, checkpoint.nbytes, packed.kv_cache, packed.residual(), report)
 
 
-def check_tensors(checkpoint: Checkpoint) -> None:
+def check_packed(checkpoint: Checkpoint) -> None:
     """Raise InputError where the files of a packed checkpoint do not hold the tensors that its config.json speaks of,
     or hold others of the same linears."""
     packed = PtqConfig.of_checkpoint(checkpoint)

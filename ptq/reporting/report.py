@@ -22,7 +22,18 @@ from ptq.models.family import Family
 from ptq.planning.outline import of_any_expert
 from ptq.planning.plan import LinearPlan, Plan, weights_of
 from ptq.reporting.report_page import page
-from ptq.reporting.report_schema import JSON, PAGE, VERSION, Layer, Observed, Positions, Report, Share, Spread, Training
+from ptq.reporting.report_schema import (
+    JSON,
+    PAGE,
+    VERSION,
+    LayerRow,
+    Observed,
+    Positions,
+    Report,
+    Share,
+    Spread,
+    Training,
+)
 from ptq.statistics.outliers import MeasuredInput
 
 MEASURES = ("error", "loss", "nearest_loss", "clip_error", "default_clip_error")
@@ -92,7 +103,7 @@ def _drawn(plan: Plan) -> set[str]:
     return {linear.name for block in blocks for linear in plan.block(block) if roles & set(linear.role.split("+"))}
 
 
-def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, TensorInfo]) -> Iterator[Layer]:
+def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, TensorInfo]) -> Iterator[LayerRow]:
     lines, nbytes = {line["name"]: line for line in log}, Counter()
     for name, info in written.items():
         owner, _, leaf = name.rpartition(".")
@@ -102,7 +113,7 @@ def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, 
         yield _layer(linear, lines.get(linear.name, {}), dtype, nbytes[linear.name])
 
 
-def _layer(linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbytes: int) -> Layer:
+def _layer(linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbytes: int) -> LayerRow:
     if linear.format is None:
         storage = dtypes.dtype_name(dtype)
     else:
@@ -111,7 +122,7 @@ def _layer(linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbyt
     parts = {f"out ({part.role})": part.output for part in linear.parts}
     sides = {"in": linear.input, "out": linear.output, **parts, "online": linear.online}
     rotations = (f"{side}: {found.signs or ''} H{found.order}" for side, found in sides.items() if found)
-    return Layer(
+    return LayerRow(
         name=linear.name,
         block=linear.block,
         n=linear.n,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptq.reporting import charts, report_tables
 from ptq.reporting.charts import Place, Series
-from ptq.reporting.report_schema import Layer, Observed, Positions, Report
+from ptq.reporting.report_schema import LayerRow, Observed, Positions, Report
 from ptq.reporting.report_tables import value as _value
 from ptq.reporting.sizes import size_text, with_error
 
@@ -204,7 +204,7 @@ def _errors(report: Report) -> Iterator[str]:
     )
 
 
-def _kind(layer: Layer) -> str:
+def _kind(layer: LayerRow) -> str:
     return layer.name.rpartition(".")[2].partition(" ")[0]
 
 

@@ -20,7 +20,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRow:
     """One weight matrix [n, k], and how well it was rounded. Errors are None where it was not."""
 
     name: str
@@ -141,7 +141,7 @@ class Report:
     top1: float | None
     """Share of the probe's tokens with the same most likely successor."""
     shares: tuple[Share, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerRow, ...]
     inputs: tuple[Observed, ...]
     positions: Positions | None
     trainings: tuple[Training, ...] = ()
@@ -158,7 +158,7 @@ def read(path: Path) -> Report:
         nested = {
             "notes": tuple(content["notes"]),
             "shares": tuple(Share(**share) for share in content["shares"]),
-            "layers": tuple(Layer(**layer) for layer in content["layers"]),
+            "layers": tuple(LayerRow(**layer) for layer in content["layers"]),
             "inputs": tuple(
                 Observed(**{**found, **{key: _read_spread(found[key]) for key in ("before", "after")}})
                 for found in content["inputs"]

@@ -7,23 +7,23 @@ from statistics import fmean
 from typing import Any
 
 from ptq.planning.outline import of_any_expert
-from ptq.reporting.report_schema import Layer, Report
+from ptq.reporting.report_schema import LayerRow, Report
 
 MEANS = ("error", "loss", "nearest_loss", "activation_clip", "clip_error", "default_clip_error")
 """Numbers of layers of which a mean is shown."""
 
 
-def experts_as_one(layers: Iterable[Layer]) -> list[Layer]:
+def experts_as_one(layers: Iterable[LayerRow]) -> list[LayerRow]:
     """The layers, the same one of all experts of a block that are stored alike as one: its numbers are means over those
     that have any."""
-    found: dict[tuple[Any, ...], list[Layer]] = {}
+    found: dict[tuple[Any, ...], list[LayerRow]] = {}
     for layer in layers:  # sign vectors are named after a linear, too
         name, rotation = map(of_any_expert, (layer.name, layer.rotation))
         found.setdefault((name, rotation, layer.storage, layer.activation_bits), []).append(layer)
     return [some[0] if len(some) == 1 else _mean(name, rotation, some) for (name, rotation, *_), some in found.items()]
 
 
-def _mean(name: str, rotation: str, layers: list[Layer]) -> Layer:
+def _mean(name: str, rotation: str, layers: list[LayerRow]) -> LayerRow:
     numbers = {key: [getattr(layer, key) for layer in layers] for key in MEANS}
     known = {key: [value for value in values if value is not None] for key, values in numbers.items()}
     means: dict[str, Any] = {key: fmean(values) if values else None for key, values in known.items()}
@@ -45,7 +45,7 @@ def layers(report: Report) -> str:
     return f"<h2>Layers</h2>{rows(names, cells, 5)}"
 
 
-def _input(layer: Layer) -> str:
+def _input(layer: LayerRow) -> str:
     if layer.activation_bits is None:
         return ""
     clip = "" if layer.activation_clip is None else f", clip {layer.activation_clip:.3g}"  # older reports have none
