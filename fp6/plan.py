@@ -81,7 +81,7 @@ def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, tensors: Tensors)
     made = outline(recipe.method, shape, family, tensors)
     if recipe.rotate:
         made = rotated(made, shape, family, online=False, keep_tied=True)
-        check_rotated(made)
+        check_rotated(made, "leave out --rotate")
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
 
     def rounded(linear: LinearPlan) -> LinearPlan:

@@ -177,7 +177,7 @@ def loss(result: "Result") -> str:
     from ptq.reporting.sizes import with_error
 
     kl = f"KL from the original {with_error(result.kl, result.kl_standard_error)} nats per token"
-    if result.perplexity is None or result.original_perplexity is None:
+    if result.perplexity is None or not result.original_perplexity:
         growth = f"about {math.expm1(result.kl):+.1%} of" if result.kl < 1 else "more than twice the"
         return f"{kl}, {growth} perplexity"
     growth = result.perplexity / result.original_perplexity - 1

@@ -33,7 +33,7 @@ def inspect(
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes, and what made it."""
     from ptq.files import published
     from ptq.files.checkpoint import Checkpoint
-    from ptq.pipeline.result import read_result
+    from ptq.pipeline.result import result_of
     from ptq.pipeline.work import RECORD, read_record
     from ptq.reporting import console_tables, contents
 
@@ -42,9 +42,12 @@ def inspect(
         found = contents.summary(opened)
         if found.groups:
             contents.check_packed(opened)
-        path = opened.folder / RECORD
-        record = read_record(path) if path.is_file() else None
-        result = None if record is None or record.get("result") is None else read_result(folder)
+    record = result = doubt = None
+    try:
+        record = read_record(path) if (path := opened.folder / RECORD).is_file() else None
+        result = None if record is None else result_of(opened.folder, record)
+    except InputError as error:  # what is inside can be told without it
+        doubt = str(error)
     if as_json:
         made = record and {key: record.get(key) for key in ("recipe", "version", "result")}
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
@@ -65,9 +68,12 @@ def inspect(
     if found.cache is not None:
         typer.echo(console_tables.cache_line(found.cache))
     if record is not None:
-        typer.echo(f"made with {record.get('version')}; the whole recipe is in {RECORD}")
-        if result is not None and result.text is not None:
-            typer.echo(f"measured on a few rows of {result.text}: {cli.loss(result)}")
+        version = record.get("version", "an unknown version")
+        typer.echo(f"made by {record['recipe'].get('method')} with {version}; the whole recipe is in {RECORD}")
+    if result is not None and result.text is not None and (found.groups or found.cache):
+        typer.echo(f"measured on a few rows of {result.text}: {cli.loss(result)}")
+    if doubt is not None:
+        typer.echo(doubt)
 
 
 def verify(

@@ -164,7 +164,7 @@ class Recipe:
         """Raise InputError for a field that changes nothing, because of `why`, and is not at its default."""
         for name in names:
             if getattr(self, name) != self.default(name):
-                raise InputError(f"{self.option(name)} does nothing {why}")
+                raise InputError(f"{self.option(name)} does nothing {why}; leave it out")
 
     def arguments(self) -> list[str]:
         """What is typed for the fields that are not at their defaults, in the order of fields."""
@@ -191,6 +191,13 @@ class Recipe:
         defaults = {option.name: option.default for option in fields(self) if option.name in self.younger}
         given = {"method": self.method, **asdict(self)}
         return {key: value for key, value in given.items() if key not in defaults or value not in (defaults[key], [])}
+
+
+def check_recipe(found: object) -> None:
+    """Raise InputError for what is no recipe."""
+    if not isinstance(found, Recipe):
+        kind = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise InputError(f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe with its options, found {kind}")
 
 
 def check_device(name: str) -> None:

@@ -128,9 +128,10 @@ def _clip(text: str | None) -> Any:
 def _refuse_idle(recipe: Any, model: str) -> None:
     """Refuse every option that changes nothing in this `QuarotRecipe` (a type that would have to be imported here)."""
     if recipe.weight_bits == 16:
-        rows = ("samples", "sequence_length") if recipe.calibration is None and model != "demo" else ()
-        idle = ("group_size", "symmetric", "damping", "scale", "gptaq_alpha", *rows)
-        recipe.refuse_idle("with --weight-bits 16", *idle)
+        fitted = recipe.finetune != "none" or recipe.activation_clip == "search"
+        unread = recipe.calibration is None and model != "demo"
+        rows = (*(() if fitted else ("samples",)), *(("sequence_length",) if unread else ()))
+        recipe.refuse_idle("with --weight-bits 16", "group_size", "symmetric", "damping", "scale", "gptaq_alpha", *rows)
     if not recipe.rotate:
         recipe.refuse_idle("with --no-rotate", "online")
 

@@ -107,8 +107,8 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tenso
     made = outline(recipe.method, shape, family, tensors)
     if recipe.rotate:
         made = rotated(made, shape, family, online=recipe.online, keep_tied=recipe.online)
-        if not recipe.rounds:
-            check_rotated(made)
+        if not recipe.rounds:  # else GPTQ is something to ask for, too
+            check_rotated(made, "`quantize quarot` rotates what it can when the model runs")
         if recipe.key_bits < 16:
             made = keys_balanced(made, shape, family)
     activation = None

@@ -23,7 +23,7 @@ from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.ops.expert_ops import ExpertSteps, Rows
+from ptq.ops.expert_ops import ExpertRows, ExpertSteps
 from ptq.weights.formats import Listed, Parts, Scales, check_parts
 from ptq.weights.layouts import LaidOut, Ops, Signs
 from ptq.weights.rounding import Rounded
@@ -97,7 +97,7 @@ class E8PFormat(LaidOut):
     def experts(
         self,
         x: Float[Tensor, "t k"],
-        rows: Rows,
+        rows: ExpertRows,
         weights: Listed,
         signs: Signs | None,
         width: int,

@@ -297,11 +297,11 @@ def test_inspect(packed: Path, tiny: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_says_what_made_a_checkpoint(packed: Path, tiny: Path, tmp_path: Path) -> None:
-    assert "made with" not in quantize("inspect", tiny).stdout
+    assert "made by" not in quantize("inspect", tiny).stdout
     assert json.loads(quantize("inspect", tiny, "--json").stdout)["made"] is None
     assert quantize("rotate", tiny, tmp_path / "out").exit_code == 0
     shown = quantize("inspect", tmp_path / "out").stdout
-    assert "a plain one" in shown and "made with ptq" in shown and "measured on" not in shown
+    assert "a plain one" in shown and "made by quarot with ptq" in shown and "measured on" not in shown
     record = json.loads((packed / "ptq.json").read_text())
     made = json.loads(quantize("inspect", packed, "--json").stdout)["made"]
     assert made == {key: record[key] for key in ("recipe", "version", "result")}
@@ -312,9 +312,15 @@ def test_inspect_says_what_made_a_checkpoint(packed: Path, tiny: Path, tmp_path:
     shown = quantize("inspect", copy).stdout.splitlines()[-1]
     told = "KL from the original 0.0100 nats per token, perplexity 6.000 to 6.060 (+1.0%)"
     assert shown == f"measured on a few rows of a.txt: {told}"
-    for wrong in ({"kl": "0.01"}, {"text": ["a.txt"]}, {"perplexity": True}):
-        (copy / "ptq.json").write_text(json.dumps(record | {"result": measured | wrong}))
-        check_refused(quantize("inspect", copy), "ptq.json: no result of a run is in it; quantise again")
+    (copy / "ptq.json").write_text(json.dumps(record | {"result": measured | {"newer": 1, "original_perplexity": 0}}))
+    assert quantize("inspect", copy).stdout.splitlines()[-1].endswith("nats per token, about +1.0% of perplexity")
+    none = "ptq.json: no result of a run is in it; quantise again"
+    results = [measured | wrong for wrong in ({"kl": "0.01"}, {"kl": None}, {"text": ["a.txt"]}, {"perplexity": True})]
+    contents = [json.dumps(record | {"result": result}) for result in (*results, None, [], {"kl": 1.0})]
+    for content, said in (*((each, none) for each in contents), ("{", "not a record of a ptq run")):
+        (copy / "ptq.json").write_text(content)
+        shown = quantize("inspect", copy)
+        assert shown.exit_code == 0 and "plain tensors" in shown.stdout and said in shown.stdout.splitlines()[-1]
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")

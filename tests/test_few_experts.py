@@ -26,7 +26,7 @@ from ptq.hf.experts import Experts
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
 from ptq.ops.activations import Activation
-from ptq.ops.expert_ops import Rows
+from ptq.ops.expert_ops import ExpertRows
 from ptq.ops.matmul import few_tokens_linear
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
@@ -57,7 +57,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The rows of each expert, call by call."""
     counts: list[list[int]] = []
 
-    def experts(own: Any, self: Any, x: Any, rows: Rows, *rest: Any) -> Any:
+    def experts(own: Any, self: Any, x: Any, rows: ExpertRows, *rest: Any) -> Any:
         counts.append(rows[1])
         return own(self, x, rows, *rest)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import quantize
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.tuners.lora.config import KasaConfig
 from tiny_models import save_model
 
@@ -72,6 +72,8 @@ def test_what_needs_the_weight_is_refused(tmp_path: Path) -> None:
     model = packed(tmp_path)
     with pytest.raises(InputError, match="take adapters of a LoraConfig, found a IA3Config"):
         prepared(IA3Config(target_modules=["k_proj"], feedforward_modules=[]), model)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a PromptTuningConfig asks nothing of linears: give it to peft as it is"):
+        prepared(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), model)  # type: ignore[arg-type]
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"kasa_config": KasaConfig()}):
         with pytest.raises(InputError, match=rf"{next(iter(options))}.*model\.dequantize\(\)"):
             get_peft_model(model, prepared(LoraConfig(target_modules=["q_proj"], **options), model))  # type: ignore[arg-type]

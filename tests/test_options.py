@@ -141,6 +141,10 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
             "--sequence-length does",
         ),
         (["quarot", "{tiny}", "{tmp}/out", "--weight-bits", "16", "--samples", "9"], "--samples does nothing with"),
+        (
+            ["quarot", "demo", "{tmp}/out", "--weight-bits", "16", "--activation-bits", "8", "--samples", "9"],
+            "--samples does nothing with --weight-bits 16; leave it out",
+        ),
         (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
         (["verify", "demo", "--against", "demo", "--text", "{tmp}/none.txt"], "none.txt: cannot be read"),
         (

@@ -103,6 +103,15 @@ def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=free + 1))
 
 
+def test_the_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's allocator holds and does not use is free, too."""
+    memory(monkeypatch, 7)
+    for name, value in {"mem_get_info": (100, 1000), "memory_reserved": 60, "memory_allocated": 50}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    available = preflight.free_memory.available
+    assert available(torch.device("cuda")) == 110 and available(torch.device("cpu")) <= 7
+
+
 def test_where_there_is_no_disk_the_system_says_why_no_folder_is_made(tiny: Path) -> None:
     check_refused(quantize("fp6", tiny, "/proc/none/out"), "/proc/none", code=1)
 

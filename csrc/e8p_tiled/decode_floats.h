@@ -32,7 +32,7 @@ inline void read_block(const Floats& p, int64_t t, int64_t c, float x[block_colu
     }
 }
 
-void spread_floats(const Floats& p, const Order& order, int64_t t) {
+void arrange_as_floats(const Floats& p, const Order& order, int64_t t) {
     auto* to = reinterpret_cast<float*>(p.arranged + t * p.arranged_stride);
     for (int64_t c = 0; c < p.w.k; c += block_columns, to += block_columns) {
         float x[block_columns];
@@ -54,7 +54,7 @@ inline BlockWords picked(BlockWords x, BlockWords words) {
     return (BlockWords)_mm512_maskz_permutexvar_epi16(~__mmask32{0}, (__m512i)words, (__m512i)x);
 }
 
-void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
+void arrange_as_bfloat16(const Floats& p, const Order& order, int64_t t) {
     const BlockWords words = words_of(order);
     const auto* from = static_cast<const uint16_t*>(p.x) + t * p.w.k;
     uint8_t* to = p.arranged + t * p.arranged_stride;
@@ -73,7 +73,7 @@ void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
 #if defined(__AVX512VNNI__)
 constexpr Form few_form = Form::bytes;
 
-void spread_bytes(const Floats& p, const Order&, int64_t t) {
+void arrange_as_bytes(const Floats& p, const Order&, int64_t t) {
     const int64_t width = blocks_in(p.w.k) * block_columns, stride = ByteRow::stride(p.w.k);
     const int count = ByteRow::count(p.x_type);
     const tiles::ByteUnit unit(p.x, p.x_type, t * p.w.k, (t + 1) * p.w.k, count);
@@ -101,12 +101,12 @@ constexpr Form few_form = Form::floats;
 
 void arrange_floats(const Floats& p, int64_t first, int64_t last) {
     const Order order(p.form == Form::pairs);
-    auto one = spread_floats;
+    auto one = arrange_as_floats;
 #if defined(__AVX512VNNI__)
-    if (p.form == Form::bytes) one = spread_bytes;
+    if (p.form == Form::bytes) one = arrange_as_bytes;
 #endif
 #if defined(__AVX512BF16__)
-    if (p.form == Form::pairs) one = spread_bfloat16;
+    if (p.form == Form::pairs) one = arrange_as_bfloat16;
 #endif
     for (int64_t t = first; t < last; t++) one(p, order, t);
 }

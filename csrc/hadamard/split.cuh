@@ -96,7 +96,7 @@ PTQ_DEVICE void write_token(const Transform& p, int8_t* q, bool aligned, float* 
 
 // The first element of a thread in the last steps, or -1 where it has none. Like `elements_of`, found anew each time.
 template <int log>
-PTQ_DEVICE int last_place(const Transform& p) {
+PTQ_DEVICE int last_element(const Transform& p) {
     int id = thread();
     keep(id);
     const int mine = id & ((1 << (p.split.log - 1)) - 1), low = p.split.top - log - 1, row = mine >> low;
@@ -109,7 +109,7 @@ PTQ_DEVICE int last_place(const Transform& p) {
 template <class Out, int tiles>
 PTQ_DEVICE void columns_pass(const Transform& p, bool aligned, const float* buffer, int64_t start, uint32_t* reduce) {
     constexpr int log = 3 + tiles;
-    const int distance = p.split.top - log, from = last_place<log>(p);
+    const int distance = p.split.top - log, from = last_element<log>(p);
     const float* at[1 << log] = {buffer + spread(p.split, from < 0 ? 0 : from)};
     float v[2 << log];
     PTQ_UNROLL
@@ -126,7 +126,7 @@ PTQ_DEVICE void columns_pass(const Transform& p, bool aligned, const float* buff
         if (l >= 3 - tiles || l >= p.split.skipped) level(v, 2 << l);
     PTQ_UNROLL
     for (float& x : v) x = multiply(x, p.scale);
-    const int first = last_place<log>(p);
+    const int first = last_element<log>(p);
     const bool works = first >= 0;
     Out* out = static_cast<Out*>(p.out) + start + first;
     if constexpr (sizeof(Out) == 1)

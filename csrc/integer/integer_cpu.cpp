@@ -141,9 +141,9 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
     sizes.back() = n;
     const Tensor out = empty({sizes.data(), sizes.size()}, ScalarType::Float);
     const int64_t t = n ? out.numel() / n : 0;
-    const Tensor spread = empty({t, spread_stride(k)}, ScalarType::Float);
+    const Tensor arranged = empty({t, arranged_stride(k)}, ScalarType::Float);
     const Linear p{static_cast<const float*>(in.const_data_ptr()),
-                   static_cast<float*>(spread.mutable_data_ptr()),
+                   static_cast<float*>(arranged.mutable_data_ptr()),
                    static_cast<const uint8_t*>(c.const_data_ptr()),
                    static_cast<const uint16_t*>(s.const_data_ptr()),
                    z ? static_cast<const uint8_t*>(z->const_data_ptr()) : nullptr,
@@ -155,7 +155,7 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
                    size,
                    k / size,
                    static_cast<int>(bits)};
-    run(kernels().spread, p, t, k);
+    run(kernels().arrange, p, t, k);
     run(kernels().linear, p, t ? (n + panel_rows - 1) / panel_rows : 0, panel_rows * k * (t + 4));
     return from_float(out, x.scalar_type());
 }

@@ -123,6 +123,6 @@ void pack(const Pack& p, int64_t first, int64_t last) {
 
 }  // namespace
 
-const Kernels PTQ_LEVEL{fit, round, ldlq, pack, spread, linear};
+const Kernels PTQ_LEVEL{fit, round, ldlq, pack, arrange, linear};
 
 }  // namespace ptq::integer

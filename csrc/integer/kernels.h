@@ -49,7 +49,7 @@ struct Pack {
 
 struct Linear {
     const float* x;                 // [t, k]
-    float* spread;                  // [t, spread_stride(k)]: x in the order of `linear`
+    float* arranged;                // [t, arranged_stride(k)]: x in the order of `linear`
     const uint8_t* codes;           // [n, ceil(k bits / 8)]
     const uint16_t* scale;          // [n, k / size]: bits of bfloat16
     const uint8_t* zero;            // [n, k / size], or null: 2^(bits - 1)
@@ -65,11 +65,11 @@ constexpr int64_t panel_rows = 24;  // rows of W that one unit of `linear` takes
 inline int64_t packed_size(int64_t k, int bits) {
     return (k * bits + 7) / 8;
 }
-inline int64_t spread_width(int64_t k) {
+inline int64_t arranged_width(int64_t k) {
     return (k + block - 1) / block * block;
 }
 // An odd number of KiB: rows of x whose distance is a large power of two would fall into the same few sets of a cache.
-inline int64_t spread_stride(int64_t k) {
+inline int64_t arranged_stride(int64_t k) {
     return ((k + 255) / 256 | 1) * 256;
 }
 // Whether the codes of a block have one scale.
@@ -81,13 +81,13 @@ inline bool lanes_have_one_group(const Linear& p) {
     return one_group(p) || p.size % 8 == 0;
 }
 
-// Each works on units [first, last): rows of W, or strips of them; `spread` on rows of x.
+// Each works on units [first, last): rows of W, or strips of them; `arrange` on rows of x.
 struct Kernels {
     void (*fit)(const Fit&, int64_t first, int64_t last);
     void (*round)(const Round&, int64_t first, int64_t last);
     void (*ldlq)(const Ldlq&, int64_t first, int64_t last);
     void (*pack)(const Pack&, int64_t first, int64_t last);
-    void (*spread)(const Linear&, int64_t first, int64_t last);
+    void (*arrange)(const Linear&, int64_t first, int64_t last);
     void (*linear)(const Linear&, int64_t first, int64_t last);
 };
 

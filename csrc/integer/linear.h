@@ -1,6 +1,6 @@
 // y = x Wᵀ of one level, included by kernel.h. Eight codes are `bits` bytes, so they are one lane's share of a block of
 // 16 x 8 = 128 codes: the plain bytes on disk are decoded sixteen codes at a time by shifts, without any repacking. x
-// is put into that order first (`spread`).
+// is put into that order first (`arrange`).
 //
 // An output is always the same sum, whatever the level, the batch and the threads: weights are exact float32 numbers,
 // lane l adds those with (i / 8) % 16 == l in order of i, with fused multiply-adds, then `sum` adds the lanes.
@@ -15,11 +15,11 @@ using namespace vectors;
 namespace {
 
 // lane l, vector j of a block <- x[8 l + j]; zeros beyond k, so that what is decoded there does not count.
-void spread(const Linear& p, int64_t first, int64_t last) {
-    const int64_t width = spread_width(p.k);
+void arrange(const Linear& p, int64_t first, int64_t last) {
+    const int64_t width = arranged_width(p.k);
     for (int64_t token = first; token < last; token++) {
         const float* from = p.x + token * p.k;
-        float* to = p.spread + token * spread_stride(p.k);
+        float* to = p.arranged + token * arranged_stride(p.k);
         for (int64_t i = 0; i + block <= p.k; i += block)
             for (int64_t l = 0; l < lanes; l++)
                 for (int64_t j = 0; j < 8; j++) to[i + j * lanes + l] = from[i + l * 8 + j];
@@ -132,7 +132,7 @@ constexpr bool in_registers = looked_up<4> && bits == 4;
 
 // Where each lane of each block finds its group, counted from the group at the block's start.
 inline std::vector<uint8_t> places(const Linear& p) {
-    std::vector<uint8_t> place(spread_width(p.k) / 8);
+    std::vector<uint8_t> place(arranged_width(p.k) / 8);
     for (int64_t i = 0; i < p.k; i += 8) place[i / 8] = static_cast<uint8_t>(i / p.size - i / block * block / p.size);
     return place;
 }
@@ -141,10 +141,10 @@ inline std::vector<uint8_t> places(const Linear& p) {
 
 template <int bits, int tokens, int rows, bool one_group>
 void few(const Linear& p, const uint8_t* place, int64_t row, int64_t token) {
-    const int64_t bytes = packed_size(p.k, bits), stride = spread_stride(p.k);
+    const int64_t bytes = packed_size(p.k, bits), stride = arranged_stride(p.k);
     Lanes total[rows][tokens]{}, table[rows];
     Affine a[rows];
-    const float* x = p.spread + token * stride;
+    const float* x = p.arranged + token * stride;
     const uint8_t* from[rows];
     int64_t at[rows], group = 0, group_end = 0;  // of block i
     for (int r = 0; r < rows; r++) {

@@ -71,7 +71,7 @@ void tile(const float* x, int64_t stride, const Lanes* w, Lanes* total, int64_t 
 template <int bits>
 void many_tokens(const Linear& p, int64_t first, int64_t last) {
     constexpr int64_t vectors = depth / lanes;
-    const int64_t width = spread_width(p.k), stride = spread_stride(p.k);
+    const int64_t width = arranged_width(p.k), stride = arranged_stride(p.k);
     const std::vector<uint8_t> place = places(p);
     std::vector<Lanes> w(panel_rows * vectors), total(std::min(chunk, p.t) * panel_rows);
     for (int64_t panel = first; panel < last; panel++)
@@ -90,7 +90,7 @@ void many_tokens(const Linear& p, int64_t first, int64_t last) {
                 for (int64_t r = 0; r < rows; r += tile_rows)  // these rows of W stay in the first-level cache
                     for (int64_t t = 0; t < tokens; t += 4) {
                         constexpr decltype(&tile<1>) tiles[] = {tile<1>, tile<2>, tile<3>, tile<4>};
-                        const float* x = p.spread + (from + t) * stride + i;
+                        const float* x = p.arranged + (from + t) * stride + i;
                         tiles[std::min<int64_t>(4, tokens - t) - 1](x, stride, &w[r * vectors],
                                                                     &total[r * tokens + t * tile_rows], blocks * 8);
                     }

@@ -20,7 +20,7 @@ from ptq.layers import changes
 from ptq.layers.linear import Online, QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.layers.replaceable import all_are_heard, must_be_called, stays_on_cpu
-from ptq.ops.expert_ops import ExpertSteps, Rows, rows_of
+from ptq.ops.expert_ops import ExpertRows, ExpertSteps, rows_of
 from ptq.ops.input_steps import Treatment
 from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
@@ -57,7 +57,9 @@ class _Kind:
         """What is done to the input of gate and up, and to that of down, but for signs."""
         return self.gate.treatment(None, CPU), self.down.treatment(None, CPU)
 
-    def compute(self, x: Float[Tensor, "t k"], rows: Rows, experts: Sequence["_Expert"]) -> Float[Tensor, "t k"] | None:
+    def compute(
+        self, x: Float[Tensor, "t k"], rows: ExpertRows, experts: Sequence["_Expert"]
+    ) -> Float[Tensor, "t k"] | None:
         """What the experts make of x. None where a bias wants a gradient."""
         weights, steps = self._weights(experts)
         if torch.is_grad_enabled() and any(bias.requires_grad for bias in steps.biases):

@@ -18,8 +18,6 @@ from ptq.fast.mixer_steps import STEPS, Step, step_for
 from ptq.fast.trials import innermost, with_globals
 from ptq.fast.watched import InPlace
 
-Kind = delta_net.DeltaNetKind | state_space.StateSpaceKind
-
 
 def forward_of(module: nn.Module) -> Step | None:
     """The faster forward of a mixer or a gated norm; None for any other module."""
@@ -35,7 +33,11 @@ def forward_of(module: nn.Module) -> Step | None:
 
 
 def _mixer_forward(
-    module: nn.Module, decoded: Callable[..., Any] | None, kind: Kind | None, *args: Any, **kwargs: Any
+    module: nn.Module,
+    decoded: Callable[..., Any] | None,
+    kind: delta_net.DeltaNetKind | state_space.StateSpaceKind | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     own = type(module).forward
     if torch.compiler.is_compiling():

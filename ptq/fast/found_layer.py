@@ -38,6 +38,8 @@ NO_NORM = rms_norm.RmsNormKind(1.0, 0.0, False)
 Recurrent = DeltaNetKind | StateSpaceKind
 Parts = delta_net.Net | state_space.Space
 Kind = AttentionKind | LatentKind | Recurrent
+"""What a mixer does. A kind has `sites`, `cache_layers`, and of attention `cos_sin`, `inner_norms` and `cached`, of the
+others `parts`."""
 FIND_KIND = fast_attention.kind_of, latent_attention.kind_of, delta_net.kind_of, state_space.kind_of
 
 

@@ -85,7 +85,7 @@ class LatentKind(NamedTuple):
         floats: Iterable[Tensor] = (),
         **others: Any,
     ) -> list[GrowingLayer] | None:
-        """As of `ptq.fast.fast_attention.AttentionKind`."""
+        """As `ptq.fast.fast_attention.AttentionKind.cache_layers`."""
         cache, tokens = others.get(CACHE), x.shape[1]
         if cos_sin is None or cache is None or not x.numel() or not decoding.are_decoded(tokens, attention_mask):
             return None

@@ -46,12 +46,15 @@ def prepared(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
     Raises InputError for a model without packed linears, or that no gradient passes, for adapters on experts, and when
     it is used for what needs the weights themselves.
     """
-    if not isinstance(config, LoraConfig):
-        raise InputError(f"packed linears take adapters of a LoraConfig, found a {type(config).__name__}; {PLAIN}")
     linears = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()
                if isinstance(module, QuantLinear) and module is not model.get_output_embeddings()}  # fmt: skip
     if not linears:
         raise InputError("no linear of the model is packed: give the LoraConfig to peft as it is")
+    if not isinstance(config, LoraConfig):
+        found = type(config).__name__
+        if getattr(config, "is_prompt_learning", False):
+            raise InputError(f"a {found} asks nothing of linears: give it to peft as it is")
+        raise InputError(f"packed linears take adapters of a LoraConfig, found a {found}; {PLAIN}")
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_trainable:
         raise InputError(

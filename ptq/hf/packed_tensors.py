@@ -46,7 +46,8 @@ def check(modules: Mapping[str, nn.Module], stored: Mapping[str, TensorInfo], fo
             packed = not (parameter.is_floating_point() and info.dtype.is_floating_point)
             if packed and info.dtype != parameter.dtype:
                 raise InputError(
-                    f"{folder}: tensor {name!r} is {dtype_name(info.dtype)}, expected {dtype_name(parameter.dtype)}"
+                    f"{folder}: tensor {name!r} is {dtype_name(info.dtype)}, expected {dtype_name(parameter.dtype)}; "
+                    "the checkpoint is damaged"
                 )
     for name in stored:
         if name not in claimed and name.rpartition(".")[0] in owners:

@@ -148,9 +148,10 @@ def _refuse_other_numbers(model: PreTrainedModel, stored: Mapping[str, TensorInf
         info = stored.get(_inside(name, model))
         if info is not None and parameter.is_floating_point() and not info.dtype.is_floating_point:
             packed = name.endswith(f".{GUARD}") and info.shape == (1,)
-            said = "; it is packed, and config.json does not list it: one of them is damaged" if packed else ""
+            said = "it is packed, and config.json does not list it: one of them" if packed else "the checkpoint"
             wanted = dtype_name(parameter.dtype)
-            raise InputError(f"{folder}: tensor {name!r} is {dtype_name(info.dtype)}, expected {wanted}{said}")
+            found = dtype_name(info.dtype)
+            raise InputError(f"{folder}: tensor {name!r} is {found}, expected {wanted}; {said} is damaged")
 
 
 def _warn_of_others(linears: Iterable[str], stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> None:

@@ -42,6 +42,6 @@ def family_of(config: dict[str, Any]) -> Family:
         alike = difflib.get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0.85)
         raise InputError(
             f"config.json: model_type {model_type!r} is not supported{f' (is it {alike[0]}?)' if alike else ''}. A new "
-            f"one is one row of a table (docs/add-a-family.md); docs/families.md lists the {len(FAMILIES)} known ones"
+            f"one is one row of a table: see docs/add-a-family.md. Known are {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]

@@ -40,8 +40,8 @@ SHARED_KEYS, LAYER_INPUT = "num_kv_shared_layers", "hidden_size_per_layer_input"
 LATENT = "moe_latent_size"
 MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
 """Kinds of blocks that do not mix tokens."""
-ONE_THING_ALONE = "mtp_layers_block_type"
-"""What only configs have whose blocks may be of these kinds."""
+OF_NEMOTRON_H = "mtp_layers_block_type"
+"""Its configs alone have this key; its blocks are one thing alone, even where none of them is an MLP."""
 LARGEST = 2**31 - 1
 """Of any size: what is searched for the divisors of an absurd one would not end."""
 CHUNKS = ("mamba_chunk_size", "chunk_size")
@@ -255,7 +255,7 @@ def _halves(config: Any) -> tuple[bool, ...]:
     """`ModelShape.halves` of a config: one whose `layer_types` has MLPs among what mixes tokens, or could."""
     kinds = getattr(config, "layer_types", None) or ()
     alone = {MLP_ALONE, EXPERTS_ALONE}
-    return tuple(kind not in alone for kind in kinds) if alone & {*kinds} or hasattr(config, ONE_THING_ALONE) else ()
+    return tuple(kind not in alone for kind in kinds) if alone & {*kinds} or hasattr(config, OF_NEMOTRON_H) else ()
 
 
 def has_experts(config: Any, index: int) -> bool:

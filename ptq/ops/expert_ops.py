@@ -44,7 +44,7 @@ class ExpertSteps(NamedTuple):
     """Alpha and limit of `ptq::clamped_swiglu`; empty: silu(gate) * up."""
 
 
-Rows = tuple[list[int], list[int], list[float]]
+ExpertRows = tuple[list[int], list[int], list[float]]
 """The tokens of every expert one after the other, how many each expert has, and the share of each in its token's sum:
 `tokens`, `counts` and `shares`."""
 
@@ -128,7 +128,7 @@ def declare_all_experts(op: str, arguments: str, compute: Callable[..., Tensor])
     return held
 
 
-def rows_of(chosen: list[list[int]], weighed: list[list[float]]) -> tuple[list[int], Rows]:
+def rows_of(chosen: list[list[int]], weighed: list[list[float]]) -> tuple[list[int], ExpertRows]:
     """The experts that tokens have chosen, those of low numbers first, and their rows; of what every token has chosen,
     and their weights."""
     rows = sorted((number, token, place) for token, row in enumerate(chosen) for place, number in enumerate(row))

@@ -18,7 +18,8 @@ GIVEN_BACK = ("active_file", "inactive_file", "slab_reclaimable")
 def available(device: torch.device | None = None) -> int:
     """Bytes that are free: of a GPU, or of the machine, or of the container or job whose limit leaves less."""
     if device is not None and device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of torch's own allocator
+        return torch.cuda.mem_get_info(device)[0] + unused
     return min([psutil.virtual_memory().available, *_left(GROUPS, OWN_GROUPS)])
 
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ptq.ops.expert_ops import Rows, rows_of
+from ptq.ops.expert_ops import ExpertRows, rows_of
 from ptq.ops.matmul import few_tokens_linear
 from ptq.ops.op_declarations import declare
 
@@ -53,7 +53,7 @@ class Choosing(NamedTuple):
 
 def choice(
     x: Float[Tensor, "t k"], weights: RouterWeights, how: Choosing, shared: bool = False
-) -> tuple[list[int], Rows, Float[Tensor, "t chosen"]]:
+) -> tuple[list[int], ExpertRows, Float[Tensor, "t chosen"]]:
     """The experts that tokens choose, those of low numbers first, their rows, and the shares of the router's choice.
     `shared`: tokens choose also one behind those of the router."""
     index, shares = chosen_of(logits_of(x, weights, how.wide), weights.correction, how, x.dtype)

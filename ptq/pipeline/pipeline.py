@@ -51,7 +51,7 @@ from ptq.pipeline.writer import (
     write_record,
     written_tensors,
 )
-from ptq.recipe import Recipe, RunOptions
+from ptq.recipe import Recipe, RunOptions, check_recipe
 from ptq.reporting import model_card, report
 from ptq.reporting.contents import summary
 from ptq.statistics import calibration, outliers
@@ -83,6 +83,7 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
         raise InputError(f"out must be a folder, found {out!r}")
     if not isinstance(options, RunOptions):
         raise InputError(f"options must be RunOptions, such as RunOptions(device='cpu'), found {options!r}")
+    check_recipe(recipe)
     model, (out, work) = str(model), _folders(out, options)
     with engine.workers() as workers, without_kernel_hints(), own_defaults():
         with source.headers_only(model) as (folder, missing):

@@ -1,10 +1,15 @@
 """What a run has made and measured, as it returns it and as its record keeps it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ptq.errors import InputError
 from ptq.pipeline.work import RECORD, read_record
+
+MEASURED = "nbytes", "rotation_error", "kl", "top1"
+"""What every run measures."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,16 @@ class Result:
 
 def read_result(out: Path) -> Result:
     """The result of a finished run. Raises InputError for a record that has none."""
+    return result_of(out, read_record(out / RECORD))
+
+
+def result_of(out: Path, record: Mapping[str, Any]) -> Result:
+    """The result in the record of a run. Raises InputError where there is none."""
+    stored, kinds = record.get("result"), {"text": (str, type(None)), **dict.fromkeys(MEASURED, (int, float))}
     try:
-        stored = read_record(out / RECORD)["result"]
-        texts, numbers = {str, type(None)}, {int, float, type(None)}
-        if any(type(found) not in (texts if name == "text" else numbers) for name, found in stored.items()):
-            raise TypeError
-        return Result(out, **stored)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{out / RECORD}: no result of a run is in it; quantise again") from error
+        found = {each.name: stored[each.name] for each in fields(Result) if each.name in stored}  # pyright: ignore
+        if all(type(value) in kinds.get(name, (int, float, type(None))) for name, value in found.items()):
+            return Result(out, **found)
+    except TypeError:
+        pass
+    raise InputError(f"{out / RECORD}: no result of a run is in it; quantise again")

@@ -16,7 +16,7 @@ from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape, shape_of
 from ptq.planning import packed_ends
 from ptq.planning.plan import Plan, check_claims, check_tensors
-from ptq.recipe import Recipe
+from ptq.recipe import Recipe, check_recipe
 from ptq.reporting import console_tables
 
 
@@ -88,9 +88,7 @@ def check(found: Source, plan: Plan) -> None:
 
 def plan(model: str, recipe: Recipe) -> Target:
     """The plan for a model. Raises InputError as `opened` and `check` do, and for a recipe that does not fit."""
-    if not isinstance(recipe, Recipe):
-        found = f"a {type(recipe).__name__}" if not isinstance(recipe, type) else f"the class {recipe.__name__}"
-        raise InputError(f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe with its options, found {found}")
+    check_recipe(recipe)
     found = opened(model)
     with in_folder(found.checkpoint.folder):
         return _planned(found, recipe)

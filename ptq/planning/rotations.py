@@ -39,12 +39,12 @@ READERS = {
 WRITERS = ("attention_output", "mixer_output", "down", "latent_output")
 
 
-def check_rotated(plan: Plan) -> None:
-    """Raise InputError for a plan in which nothing is rotated."""
+def check_rotated(plan: Plan, remedy: str) -> None:
+    """Raise InputError, which ends in a remedy, for a plan in which nothing is rotated."""
     if not any(linear.input or linear.output or linear.online for linear in plan.linears):
         raise InputError(
             "there is nothing to rotate: no rotation that vanishes into the weights passes the norms, or the fused "
-            "linears, of this model; quantise it without"
+            f"linears, of this model; {remedy}"
         )
 
 

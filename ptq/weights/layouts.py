@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from ptq.ops import fragments, tiles
 from ptq.ops.activations import Activation
-from ptq.ops.expert_ops import ExpertSteps, Rows
+from ptq.ops.expert_ops import ExpertRows, ExpertSteps
 from ptq.ops.op_declarations import call
 from ptq.ops.tiles import listed
 from ptq.weights.formats import Format, LayerOp, Listed, Parts
@@ -170,7 +170,7 @@ class LaidOut(Format):
     def experts(
         self,
         x: Float[Tensor, "t k"],
-        rows: Rows,
+        rows: ExpertRows,
         weights: Listed,
         signs: Signs | None,
         width: int,
