@@ -37,17 +37,17 @@ def inspect(
     from ptq.pipeline.work import RECORD, read_record
     from ptq.reporting import console_tables, contents
 
+    record = result = doubt = None
     with source.headers_only(checkpoint) as (folder, _):
         opened = Checkpoint.open(folder)
         found = contents.summary(opened)
         if found.groups:
             contents.check_packed(opened)
-    record = result = doubt = None
-    try:
-        record = read_record(path) if (path := opened.folder / RECORD).is_file() else None
-        result = None if record is None else result_of(opened.folder, record)
-    except InputError as error:  # what is inside can be told without it
-        doubt = str(error)
+        try:
+            record = read_record(path) if (path := folder / RECORD).is_file() else None
+            result = None if record is None else result_of(folder, record)
+        except InputError as error:  # what is inside can be told without it
+            doubt = str(error).replace(str(folder), checkpoint)
     if as_json:
         made = record and {key: record.get(key) for key in ("recipe", "version", "result")}
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]

@@ -141,9 +141,14 @@ def test_a_plan_fetches_headers_alone(served: Hub, tmp_path: Path) -> None:
 
 
 def test_inspect_fetches_headers_alone(served: Hub) -> None:
+    record = {"recipe": {"method": "fp6"}, "version": "ptq 1", "result": None}
+    (served.folder / "ptq.json").write_text(json.dumps(record))
     found, here = (quantize("inspect", name, "--json") for name in ("org/name", served.folder))
     assert found.exit_code == 0 and json.loads(found.stdout) == json.loads(here.stdout)
+    assert json.loads(found.stdout)["made"] == record
     assert served.weights_fetched() < weights(served.folder) / 3
+    shown = quantize("inspect", "org/name").stdout.splitlines()
+    assert shown[-2].startswith("made by fp6 with ptq 1") and shown[-1].startswith("org/name/ptq.json: no result")
 
 
 @pytest.mark.parametrize(
