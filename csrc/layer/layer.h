@@ -1,4 +1,5 @@
-// All that a decoder layer does to decoded tokens, for weights of any format. See ptq/ops/layer_ops.py.
+// All that a decoder layer does to decoded tokens, for weights of any format. See ptq/ops/layer_ops.py and
+// held_layer.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -160,7 +160,7 @@ def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None, recurrent:
 
 
 def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
-    """The fields of norms, which are in the order of `ptq.ops.layer_ops`; None where one is of another kind."""
+    """The fields of norms, which are in the order of `ptq.ops.held_layer`; None where one is of another kind."""
     found = (NO_NORM if norm is None else rms_norm.kind_of(norm) for norm in norms)
     kinds = [kind for kind in found if kind is not None]
     if len(kinds) < len(norms):
@@ -179,7 +179,7 @@ def _mlp_sites(mlp: nn.Module | None) -> list[list[Any]]:
 
 
 def _rows(mixer: nn.Module, kind: Kind, mixing: Sequence[Sequence[QuantLinear]], mlp: nn.Module | None) -> list[int]:
-    """How many rows the linears have before and with o (`ptq.ops.layer_ops`), and gate, up and down, should they be
+    """How many rows the linears have before and with o (`ptq.ops.held_layer`), and gate, up and down, should they be
     there."""
     rows = [linear.out_features for site in mixing for linear in site]
     if isinstance(kind, AttentionKind) and len(mixing[0]) == 1:

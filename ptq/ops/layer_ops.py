@@ -13,36 +13,9 @@ Or a state space (`ptq::mamba2_step`), for which the first input has one product
 (`ptq.ops.latent_ops`): the products are queries, or what queries of low rank are made of, and latent vectors with what
 is rotated behind them; the cache is `latents` and `rope_keys`.
 
-Where `rows` end with that of o, and inputs are two, `moe` stands for a router and experts in the place of that MLP
-(`ptq.ops.moe_ops`); where it is empty, the op ends in front of the second part.
-
-Lists:
-
-- `gains` and the numbers of the norms: before attention, before the MLP, of queries, of keys, behind attention, behind
-  the MLP. A gain of no elements is no norm.
-- The seven weights are those of q, k, v, o, gate, up and down; of a state space there is one before o, of a delta net
-  there are two, and of latent attention, too, or three with low rank: the third makes queries of what the norm of
-  queries gives. q, k and v may be one weight, whose rows are theirs in turn, and so may gate and up; lists of weights
-  are then shorter. `rows` are those of the seven, in any case. `biases` are empty, or one for each weight (of no
-  elements: none).
-- `gated`: 0, or the size of a head of queries, whose rows those of a gate follow: what is attended is multiplied with
-  the gate's sigmoid.
-- `recurrent` is empty, or what a delta net has besides: conv, conv_bias (of no elements: none), a, b, a_log, dt_bias,
-  gain; or what a state space has: conv, conv_bias, a_log, D, dt_bias, gain. With `recurrent_eps`, and the `norm_groups`
-  of a state space (of a delta net: 0).
-- `latent` is empty, or the two matrices of latent attention, with `rope_layout`. Its norms are those of queries (of low
-  rank) and of keys.
-- `sinks` are empty, or those of the heads of attention over a plain cache, as one tensor.
-- Inputs are four: that of q, k and v; of o; of gate and up; of down; with low rank, its own is the second of five.
-  Each goes through a Hadamard transform of its order (0: none) behind the signs `su` (empty, or one vector for each),
-  and is quantised to `input_bits` (0: it is not), with its clip. `factors` are the dense factors of all transforms,
-  `counts` how many each has.
-- The product of each weight is transformed back, with the signs `sv` behind; an order of 0 is none.
-- `mask` says what each token sees, and hides padding, say (`ptq.ops.steps`); with a packed cache, several tokens need
-  one.
-- `cache`: keys and values [b, h, room, d], or codes and scales of keys and values (`ptq.ops.kv_ops`), or these, and
-  `starts`, sink keys and sink values, which are only read. Those of each layer, one behind another; `before`, `scaling`
-  and `residual_multiplier` have a number for each, its other numbers and the mask are the same for all.
+What the ops take is said at `ptq.ops.held_layer.HeldLayer` and `Token`. `ptq::decode_layers` takes the cache of each
+layer, one behind another; `before`, `scaling` and `residual_multiplier` have a number for each, the other numbers of a
+cache and the mask are the same for all.
 
 Everything is done by the functions of the ops that do one step, in their order: the numbers are theirs to the bit. (On
 a decoded token, calling them one by one takes as long as half of the products of a 1 B model in 4 bits, and longer than
