@@ -14,7 +14,7 @@ from conftest import check_refused, edit_tensors, listing, quantize
 from interrupted_runs import LOG, check_all_continue, kill_or_finish, photographed
 from safetensors.torch import load_file, save_file
 from test_engine import contents, finish, start
-from tiny_models import DISTINCT, save_model
+from tiny_models import DISTINCT, UNTURNED, save_model
 from transformers import AutoModelForCausalLM
 
 import ptq
@@ -60,7 +60,7 @@ def test_every_family_without_text(model_type: str, tmp_path: Path) -> None:
     result = ptq.quantize(model, tmp_path / "out", Fp6Recipe(), QUIET)
     assert result.rotation_error == 0
     outs = [tmp_path / "out"]
-    if model_type in ("gemma4_text", "gpt_neox"):  # neither R1 nor R2
+    if model_type in UNTURNED:
         for command in (("fp6", "--rotate"), ("rotate",)):
             check_refused(quantize(*command, model, tmp_path / "rotated"), "there is nothing to rotate")
         assert quantize("quarot", model, tmp_path / "quarot", "--rounding", "nearest", "--plan").exit_code == 0

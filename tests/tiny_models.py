@@ -191,6 +191,8 @@ ALIKE = {
 }  # fmt: skip
 """Families of parts that others have too, where runs of every kind would say nothing new, so a few tests must do; and
 some with tests of their own (test_halves.py, test_mixers.py)."""
+UNTURNED = {"gemma4_text", "gpt_neox"}
+"""Families into whose weights no rotation vanishes: they have neither R1 nor R2."""
 NEVER_TIED = {"bailing_hybrid", "kimi_linear", "nemotron_h"}
 """Those whose head transformers never ties to the embedding."""
 DISTINCT = [name for name in FAMILIES if name not in ALIKE]

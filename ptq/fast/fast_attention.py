@@ -93,9 +93,10 @@ class AttentionKind(NamedTuple):
         if cos_sin is None or cache is None or not len(x) or not decoding.are_decoded(x.shape[1], attention_mask):
             return None
         rotary_dim, given = cos_sin[0].shape[2], (x, *cos_sin, *floats)
-        if not (cpu_ops_serve(*given) or gpu_ops_serve(*given)):
+        on_cpu = cpu_ops_serve(*given)
+        if not on_cpu and not gpu_ops_serve(*given):
             return None
-        find = decoding.layer_on_cpu if x.is_cpu else decoding.layer_on_gpu
+        find = decoding.layer_on_cpu if on_cpu else decoding.layer_on_gpu
         layers = []
         for module, kind in attentions:
             if kind.scaled and not x.is_cpu:  # the positions would have to come from there
