@@ -202,3 +202,22 @@ def test_a_tensor_that_is_not_finite(value: float, model: Path, tmp_path: Path) 
     check_refused(quantize("quarot", model, tmp_path / "out", "--rounding", "nearest"), f"tensor '{NAME}' holds")
     assert {name for name in listing(tmp_path) if not name.startswith(("out.work", "out.ptq-partial"))} == before.keys()
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_file_beside_the_weights_that_cannot_be_read(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_bytes
+
+    def refuse(self: Path) -> bytes:
+        if self.name == "generation_config.json":
+            raise PermissionError(13, "Permission denied", str(self))
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    (model := tmp_path / "model").mkdir()
+    for path in tiny.iterdir():
+        (model / path.name).write_bytes(read(path))
+    (model / "generation_config.json").write_text("{}")
+    refused = quantize("fp6", model, tmp_path / "out")
+    check_refused(refused, "generation_config.json: cannot be read (Permission denied); check the path")

@@ -6,7 +6,6 @@ import shutil
 import signal
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import listing, quantize
@@ -47,17 +46,18 @@ def test_a_file_that_its_holder_removed_is_no_lock(tmp_path: Path) -> None:
 
 
 def test_a_file_that_its_holder_removes_at_this_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stat, path = Path.stat, lock_file(tmp_path / "out")
+    """Between the look at the file that was opened and that at the one that has its name."""
+    fstat, path, seen = os.fstat, lock_file(tmp_path / "out"), list[int]()
 
-    def removed_before(self: Path, **options: Any) -> os.stat_result:
-        if self == path:
-            monkeypatch.setattr(Path, "stat", stat)
+    def removed_after(handle: int) -> os.stat_result:
+        seen.append(handle)
+        if len(seen) == 2:  # the first call asks for the size
             path.unlink()
-        return stat(self, **options)
+        return fstat(handle)
 
-    monkeypatch.setattr(Path, "stat", removed_before)
+    monkeypatch.setattr(os, "fstat", removed_after)
     with exclusive(tmp_path / "out"):
-        assert path.exists()
+        assert path.exists() and len(seen) == 4
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
