@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Float32, Int8, Int32, UInt8
+from jaxtyping import Float32, Int8, Int32, UInt8
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.ops.expert_ops import ExpertRows, ExpertSteps
+from ptq.ops.expert_ops import ExpertSteps
 from ptq.weights.formats import Listed, Parts, Scales, check_parts
 from ptq.weights.layouts import LaidOut, Ops, Signs
 from ptq.weights.rounding import Rounded
@@ -49,6 +49,8 @@ class E8PFormat(LaidOut):
         linear={"tiles": OPS.e8p_linear_tiled.default, "fragments": OPS.e8p_linear_fragments.default},
         quantized={"tiles": OPS.e8p_linear_quantized.default, "fragments": OPS.e8p_quantized_fragments.default},
         layer=OPS.e8p_layer.default,
+        experts=OPS.e8p_experts.default,
+        all_experts=OPS.e8p_all_experts.default,
     )
     row_part = "abs"
 
@@ -94,28 +96,11 @@ class E8PFormat(LaidOut):
     ) -> Float32[Tensor, "*t n"]:
         return tiled_ops.product(q, q_scale, self._planes(parts), parts["scale"], bias, torch.float32)
 
-    def experts(
-        self,
-        x: Float[Tensor, "t k"],
-        rows: ExpertRows,
-        weights: Listed,
-        signs: Signs | None,
-        width: int,
-        steps: ExpertSteps,
-    ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.weights.layouts`."""
+    def _of_experts(
+        self, weights: Listed, signs: Signs | None, width: int, steps: ExpertSteps
+    ) -> tuple[Any, ...] | None:
         if signs is None or "tiles" not in weights:
             return None
-        return OPS.e8p_experts.default(x, *rows, *self._of_transformed(weights, signs, width, steps))
-
-    def all_experts(self, weights: Listed, signs: Signs | None, width: int, steps: ExpertSteps) -> Tensor | None:
-        """See `ptq.weights.layouts`."""
-        if signs is None or "tiles" not in weights:
-            return None
-        return OPS.e8p_all_experts.default(*self._of_transformed(weights, signs, width, steps))
-
-    def _of_transformed(self, weights: Listed, signs: Signs, width: int, steps: ExpertSteps) -> tuple[Any, ...]:
-        """What ops on experts take of these."""
         gate, down, biases, clamped = steps
         treatments = gate.bits, gate.clip, down.bits, down.clip, gate.factors, gate.order, down.factors, down.order
         return weights["tiles"], weights["scale"], *signs, width, self.bits, *treatments, biases, clamped

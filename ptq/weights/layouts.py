@@ -181,18 +181,20 @@ class LaidOut(Format):
         have signs and transforms on both sides (QuIP#): the products of gate and up go back through the transform of
         the input of down, those of down through that of the input of gate and up; these are the signs of the input of
         gates and ups, then of each down's, and those of all products."""
-        if signs is not None or self.ops.experts is None or "tiles" not in weights:
-            return None
-        return self.ops.experts(x, *rows, *self._of_experts(weights, width, steps))
+        given = self._of_experts(weights, signs, width, steps)
+        return None if given is None or self.ops.experts is None else self.ops.experts(x, *rows, *given)
 
     def all_experts(self, weights: Listed, signs: Signs | None, width: int, steps: ExpertSteps) -> Tensor | None:
         """What stands for all experts of a block, as `experts` takes them; signs as they are stored."""
-        if signs is not None or self.ops.all_experts is None or "tiles" not in weights:
-            return None
-        return self.ops.all_experts(*self._of_experts(weights, width, steps))
+        given = self._of_experts(weights, signs, width, steps)
+        return None if given is None or self.ops.all_experts is None else self.ops.all_experts(*given)
 
-    def _of_experts(self, weights: Listed, width: int, steps: ExpertSteps) -> tuple[Any, ...]:
-        """What ops on experts take of these."""
+    def _of_experts(
+        self, weights: Listed, signs: Signs | None, width: int, steps: ExpertSteps
+    ) -> tuple[Any, ...] | None:
+        """What ops on experts take of these; None for what they do not take."""
+        if signs is not None or "tiles" not in weights:
+            return None
         gate, down, biases, clamped = steps
         held = [weights.get(part, []) for part in ("tiles", *self.scale_parts)]
         treatments = gate.bits, gate.clip, down.factors, down.order, down.bits, down.clip
