@@ -43,7 +43,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 """Method and options; rounded to nearest: speed does not depend on how codes were chosen. E8: embedding and head in 8
 bits. Integers have groups of 128 (of 64 see `GROUPS_OF_64`), small floats a scale per row; E8P has inputs of 8 bits."""
 PLAIN = {"bf16": "transformers", "bf16, oneDNN": "onednn", "bf16, ptq": "ptq"}
-"""The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast.fast_decode`
+"""The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast.whole_model`
 installs."""
 LLAMA_CPP = {f"llama.cpp, {name}": name for name in ("BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_0", "Q2_K")}
 """Rows of another program, measured where they are named."""
@@ -112,7 +112,7 @@ def _change(model: Any, linears: str) -> None:
     import torch
     from torch import nn
 
-    from ptq.fast import fast_decode
+    from ptq.fast import whole_model
 
     class Prepacked(nn.Module):
         def __init__(self, linear: nn.Linear) -> None:
@@ -124,7 +124,7 @@ def _change(model: Any, linears: str) -> None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     if linears == "ptq":
-        fast_decode.install(model)
+        whole_model.install(model)
     if linears == "onednn":
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):

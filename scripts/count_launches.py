@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp6.plan import Fp6Recipe
-from ptq.fast import fast_attention, fast_experts
+from ptq.fast.attention import decoded_attention
+from ptq.fast.experts import few_token_experts
 from ptq.kv.attention import CACHE
 from ptq.layers import shared_input
 from ptq.ops import matmul, prefill_attention
@@ -79,7 +80,7 @@ def as_on_a_gpu(ours: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (matmul, "lies_on_gpu", ours), (matmul, "cpu_ops_serve", False), (matmul, "dense_linear_serves", False),
-            (fast_attention, "cpu_ops_serve", False), (fast_experts, "cpu_ops_serve", False),
+            (decoded_attention, "cpu_ops_serve", False), (few_token_experts, "cpu_ops_serve", False),
             (shared_input, "_is_eligible", False), (prefill_attention, "cpu_ops_serve", False),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, lambda *args, value=value: value))

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache
 
 from ptq import methods
-from ptq.fast import fast_decode
+from ptq.fast import whole_model
 from ptq.hf.experts import Experts, is_fused
 from ptq.kv.attention import SETTINGS, attach
 from ptq.kv.static_cache import StaticPackedCache
@@ -58,7 +58,7 @@ def build(recipe: Recipe | None, config: LlamaConfig, device: torch.device, dtyp
         fill(module, device, signs)
     if plan.cache is not None:
         attach(model, plan.cache)
-    fast_decode.install(model)
+    whole_model.install(model)
     for module in model.modules():
         if isinstance(module, PackedWeight):
             module.prepack()

@@ -65,11 +65,16 @@ def test_every_folder_has_a_place():
     assert {*FOLDERS, "demo"} == {path.parent.name for path in (ROOT / "ptq").glob("*/__init__.py")}
 
 
+def names_from(path: Path, package: str) -> Iterator[str]:
+    """What a file imports from a package, by name."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            yield from (alias.name for alias in node.names)
+
+
 def parts_of_ptq(path: Path) -> Iterator[str]:
     """What a file imports of ptq, wherever in the file, and for types alone, too: folders, and files beside them."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and node.module == "ptq":
-            yield from (alias.name for alias in node.names)
+    yield from names_from(path, "ptq")
     for module in imports(path):
         if module.startswith("ptq."):
             yield module.split(".")[1]
@@ -82,6 +87,21 @@ def test_a_folder_imports_only_those_before_it(path: Path) -> None:
         return  # the package and its commands: they may import everything
     before = {*FOLDERS[: FOLDERS.index(room) + 1]} if room in FOLDERS else set()
     assert {*parts_of_ptq(path)} <= before | FOR_ALL
+
+
+FAST = re.findall(r"^\| `ptq/fast/(\w+)/` ", PAGE, re.MULTILINE)
+"""Folders of ptq/fast/, in the order of the page."""
+
+
+def test_every_folder_of_replacements_has_a_place() -> None:
+    assert sorted(FAST) == sorted(path.parent.name for path in (ROOT / "ptq/fast").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ptq/fast").glob("*/*.py")), ids=name_of)
+def test_a_folder_of_replacements_imports_only_those_before_it(path: Path) -> None:
+    imported = {*imports(path)} | {f"ptq.fast.{name}" for name in names_from(path, "ptq.fast")}
+    found = {module.split(".")[2] for module in imported if module.startswith("ptq.fast.")}
+    assert found <= {*FAST[: FAST.index(path.parent.name) + 1], "trials", "watched"}
 
 
 def test_every_folder_of_kernels_has_a_place() -> None:

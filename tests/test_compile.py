@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 import ptq
 from fp6.plan import Fp6Recipe
 from ptq.errors import InputError
-from ptq.fast import fast_decode
+from ptq.fast import whole_model
 from ptq.kv.attention import SETTINGS as SETTINGS_OF_MODEL
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.packed_cache import PackedCache
@@ -79,7 +79,7 @@ def without_breaks(family: str) -> tuple[int, float]:
     """A forward of a model, as loaded models run it, in one graph: graphs, difference."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
-    fast_decode.install(model)
+    whole_model.install(model)
     ids = tokens(1, 10) % model.config.vocab_size
     wanted = model(ids, use_cache=False).logits
     found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits

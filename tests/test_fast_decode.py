@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ptq
-from ptq.fast import dense_products, fast_attention, fast_decode, fast_layer, fast_rotary, rms_norm
+from ptq.fast import whole_model
+from ptq.fast.attention import attention_function, decoded_attention
+from ptq.fast.layers import decoder_layer
+from ptq.fast.steps import dense_products, rms_norm, rotary_embedding
 from ptq.ops import matmul
 from quarot.plan import QuarotRecipe
 
@@ -149,7 +152,7 @@ def test_attention_is_that_of_torch(heads: int, groups: int, d: int) -> None:
         query = torch.randn(2, heads, tokens, d, generator=generator)
         mask = torch.rand(2, 1, tokens, 33, generator=generator) < 0.5
         for m in (None, mask):
-            found, _ = fast_decode.attention(module, query, key, value, m, scaling=0.3, is_causal=False)
+            found, _ = attention_function.attention(module, query, key, value, m, scaling=0.3, is_causal=False)
             wanted, _ = sdpa_attention_forward(module, query, key, value, m, scaling=0.3, is_causal=False)
             torch.testing.assert_close(found, wanted)
 
@@ -160,7 +163,7 @@ def test_a_loaded_model(tmp_path) -> None:
     ptq.quantize(source, tmp_path / "out", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert type(model.lm_head) is dense_products.FewTokensLinear and isinstance(model.lm_head, nn.Linear)
-    assert model.config._attn_implementation == fast_decode.ATTENTION
+    assert model.config._attn_implementation == attention_function.ATTENTION
     ids = torch.randint(model.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole, cache, steps = model(ids).logits, None, []
@@ -178,14 +181,14 @@ def test_a_loaded_model(tmp_path) -> None:
 def test_continuous_batching() -> None:
     """transformers takes no attention but its own for that, and gives ours back."""
     model: Any = tiny_model(tiny_config("llama"))
-    fast_decode.install(model)
+    whole_model.install(model)
     rows = [list(range(4, 16)), list(range(20, 27))]
     settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
     wanted = [model.generate(torch.tensor([row]), generation_config=settings)[0, len(row) :].tolist() for row in rows]
     small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
     found = model.generate_batch(rows, settings, small, warmup=False)
     assert [row.generated_tokens for row in found.values()] == wanted
-    assert model.config._attn_implementation == fast_decode.ATTENTION
+    assert model.config._attn_implementation == attention_function.ATTENTION
 
 
 @torch.no_grad()
@@ -195,7 +198,7 @@ def test_a_gate_is_known_by_its_activation_not_by_its_class() -> None:
         for activation in order:
             plain = tiny_model(tiny_config("llama", hidden_act=activation))
             fast = copy.deepcopy(plain)
-            fast_decode.install(fast)
+            whole_model.install(fast)
             torch.testing.assert_close(fast(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
             logits[activation] = plain(ids).logits
     assert not torch.allclose(logits["silu"], logits["gelu"], atol=1e-3)
@@ -206,19 +209,19 @@ def test_defaults_of_the_caller_change_nothing(dtype: torch.dtype, device: str) 
     """Scripts set them before they load a model; what a module is, is remembered for the process."""
     usual = tiny_model(tiny_config("qwen3"))
     other = copy.deepcopy(usual)
-    fast_decode.install(usual)
-    found = fast_attention._tried, rms_norm._tried, fast_layer._tried, fast_rotary.with_fast_rotary
+    whole_model.install(usual)
+    found = decoded_attention._tried, rms_norm._tried, decoder_layer._tried, rotary_embedding.with_fast_rotary
     for remembered in found:
         cast(Any, remembered).cache_clear()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            fast_decode.install(other)
+            whole_model.install(other)
         assert torch.get_default_dtype() == dtype
     finally:
         torch.set_default_dtype(torch.float32)
     assert [installed(module) for module in other.modules()] == [installed(module) for module in usual.modules()]
-    assert fast_attention.kind_of(other.get_decoder().layers[0].self_attn) == fast_attention.AttentionKind(
+    assert decoded_attention.kind_of(other.get_decoder().layers[0].self_attn) == decoded_attention.AttentionKind(
         "heads", in_part=False, gated=False
     )
 
@@ -226,13 +229,13 @@ def test_defaults_of_the_caller_change_nothing(dtype: torch.dtype, device: str) 
 def installed(module: nn.Module) -> tuple[Any, ...] | None:
     """The forward that was put into a module, and what it was told of it."""
     forward: Any = vars(module).get("forward")
-    if isinstance(forward, fast_layer.FastForward):
-        return fast_layer.FastForward, forward.on_cpu.layout
+    if isinstance(forward, decoder_layer.FastForward):
+        return decoder_layer.FastForward, forward.on_cpu.layout
     return None if forward is None else (forward.func, *(x for x in forward.args if isinstance(x, str | float | bool)))
 
 
 def test_installing_leaves_the_random_numbers_of_the_caller_alone() -> None:
     model = tiny_model(tiny_config("qwen3", head_dim=12))  # of a kind that no other test has tried
     before = torch.get_rng_state()
-    fast_decode.install(model)
+    whole_model.install(model)
     assert torch.equal(torch.get_rng_state(), before)

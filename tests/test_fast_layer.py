@@ -1,5 +1,5 @@
-"""Decoding through the few steps of `ptq.fast.fast_layer` and `ptq.fast.fast_attention`: the logits of the models' own
-code."""
+"""Decoding through the few steps of `ptq.fast.layers.decoder_layer` and `ptq.fast.attention.decoded_attention`: the
+logits of the models' own code."""
 
 import copy
 from dataclasses import replace
@@ -17,7 +17,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq.fast import cpu_layer, fast_attention, fast_decode, fast_layer, fast_moe
+from ptq.fast import whole_model
+from ptq.fast.attention import decoded_attention
+from ptq.fast.experts import moe_block
+from ptq.fast.layers import cpu_layer, decoder_layer
 from ptq.kv.attention import CACHE
 from ptq.models.families import FAMILIES
 from quarot.plan import QuarotRecipe
@@ -117,15 +120,15 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     fast = copy.deepcopy(plain)
-    fast_decode.install(fast)
-    calls = counted(monkeypatch, fast_attention, "decoded")
+    whole_model.install(fast)
+    calls = counted(monkeypatch, decoded_attention, "decoded")
     for batch in (1, 3):
         for a, b in zip(decode(fast, batch), decode(plain, batch), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     if family not in PLAIN_ATTENTION:
         return
     own = [module for module in plain.modules() if type(module).__name__.endswith("Attention")]
-    kinds = [fast_attention.kind_of(module) for module in own]
+    kinds = [decoded_attention.kind_of(module) for module in own]
     in_part = family in ("phi3", "glm4_moe", "sarvam_moe", "minimax_m2", "nemotron")
     more = family == "gpt_oss", family in WITH_SINKS, family == "ministral3", family in WITHOUT_TURNS
     first = kinds[1] if family == "flint" else kinds[0]  # whose first block turns nothing
@@ -138,9 +141,9 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
 @torch.no_grad()
 def test_heads_are_turned_in_part_where_the_family_does_it(family: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
-    fast_decode.install(model)
+    whole_model.install(model)
     attention, cache = model.model.layers[0].self_attn, model(torch.arange(3, 9)[None]).past_key_values
-    kind = fast_attention.kind_of(attention)
+    kind = decoded_attention.kind_of(attention)
     assert kind is not None
     for d, wanted in ((20, True), (10, family == "glm4_moe"), (22, False)):
         cos_sin = torch.ones(1, 1, d), torch.ones(1, 1, d)
@@ -191,12 +194,12 @@ def test_experts_that_give_their_logits_too(in_layer: bool, tmp_path, monkeypatc
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     wanted, calls = decode(model), counted_layers(monkeypatch)
     if not in_layer:
-        monkeypatch.setattr(fast_moe, "moe_of", lambda mlp: None)
+        monkeypatch.setattr(moe_block, "moe_of", lambda mlp: None)
     for layer in model.model.layers:
         del layer.forward
         layer.__class__ = Unpacking
         layer.mlp.__class__ = GivingLogits
-    fast_layer.install(model)
+    decoder_layer.install(model)
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
     assert calls == ([2] * 4 if in_layer else [1] * 8)
 
@@ -275,9 +278,11 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return super().forward(*args, **kwargs) * 1.01
 
     config = tiny_config("llama")
-    assert fast_attention.kind_of(LlamaAttention(config, 0)) == fast_attention.AttentionKind("", False, False)
-    assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
-    assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
+    assert decoded_attention.kind_of(LlamaAttention(config, 0)) == decoded_attention.AttentionKind("", False, False)
+    assert decoder_layer._layout_of(LlamaDecoderLayer(config, 0)) == decoder_layer.LAYOUTS[0]
+    assert (
+        decoded_attention.kind_of(Attention(config, 0)) is None and decoder_layer._layout_of(Layer(config, 0)) is None
+    )
 
     class MlpIsGivenMore(LlamaDecoderLayer):
         def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
@@ -290,8 +295,8 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             z, _ = self.mlp(self.post_attention_layernorm(y))
             return y + z
 
-    assert fast_layer._layout_of(MlpIsGivenMore(config, 0)) is None
-    assert fast_layer._layout_of(MlpGivesTwo(config, 0)) == fast_layer.LAYOUTS[0]  # as experts do
+    assert decoder_layer._layout_of(MlpIsGivenMore(config, 0)) is None
+    assert decoder_layer._layout_of(MlpGivesTwo(config, 0)) == decoder_layer.LAYOUTS[0]  # as experts do
 
     class Twice(GraniteDecoderLayer):
         def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,8 +306,8 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
     for multiplier in (1.0, 0.3):  # one class, two functions
         config = tiny_config("granite")
         config.residual_multiplier = multiplier
-        assert fast_layer._layout_of(GraniteDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
-        assert fast_layer._layout_of(Twice(config, 0)) is None
+        assert decoder_layer._layout_of(GraniteDecoderLayer(config, 0)) == decoder_layer.LAYOUTS[0]
+        assert decoder_layer._layout_of(Twice(config, 0)) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -321,7 +326,7 @@ def test_autocast_where_some_linears_are_plain(family: str, tmp_path: Path) -> N
 def test_autocast_of_plain_linears() -> None:
     plain = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
     fast = copy.deepcopy(plain)
-    fast_decode.install(fast)
+    whole_model.install(fast)
     with torch.autocast("cpu", torch.bfloat16):
         for a, b in zip(decode(fast), decode(plain), strict=True):
             torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.05)

@@ -15,7 +15,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import prune
 
-from ptq.fast import fast_layer, watched
+from ptq.fast import watched
+from ptq.fast.layers import decoder_layer
 
 packed = _packed
 OWN = ("DecoderLayer", "Attention", "MLP", "Model")
@@ -48,7 +49,9 @@ def test_who_wraps_a_forward_sees_its_arguments(packed) -> None:
     assert str(inspect.signature(own)).startswith("(hidden_states: ")
     layer.forward = functools.update_wrapper(functools.partial(lambda *args, **kwargs: own(*args, **kwargs)), own)
     assert vars(layer.forward) == {"__module__": own.__module__, "__doc__": own.__doc__, "__wrapped__": own}
-    assert not fast_layer.is_fast(layer) and watched.forward_is_ours(own) and not watched.forward_is_ours(layer.forward)
+    assert (
+        not decoder_layer.is_fast(layer) and watched.forward_is_ours(own) and not watched.forward_is_ours(layer.forward)
+    )
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
 
 

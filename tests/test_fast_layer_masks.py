@@ -10,7 +10,7 @@ from test_fast_layer import packed as _packed
 from tiny_models import decode, tiny_config
 from transformers import AutoModelForCausalLM
 
-from ptq.fast import fast_decode
+from ptq.fast import whole_model
 
 packed = _packed
 
@@ -79,7 +79,7 @@ def test_tokens_that_see_each_other(recipe: str, packed, monkeypatch: pytest.Mon
 def test_gemma_whose_tokens_see_each_other() -> None:
     plain: Any = AutoModelForCausalLM.from_config(tiny_config("gemma3_text", use_bidirectional_attention=True)).eval()
     fast = copy.deepcopy(plain)
-    fast_decode.install(fast)
+    whole_model.install(fast)
     ids, logits = torch.arange(4, 16)[None], []
     for each in (fast, plain):
         cache = each(ids[:, :5], use_cache=True).past_key_values

@@ -21,7 +21,9 @@ from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_update
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
 
 import ptq
-from ptq.fast import cpu_layer, delta_net, fast_decode, fast_mixers, gated_norm, mixer_steps, state_space
+from ptq.fast import whole_model
+from ptq.fast.layers import cpu_layer
+from ptq.fast.mixers import delta_net, gated_norm, mixer_forwards, mixer_steps, state_space
 from quarot.plan import QuarotRecipe
 
 OPS = (
@@ -54,7 +56,7 @@ def models(family: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     fast = copy.deepcopy(plain)
-    fast_decode.install(fast)
+    whole_model.install(fast)
     return plain, fast
 
 
@@ -167,21 +169,21 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
 
     another = Qwen3_5RMSNormGated(8)
     another.activation = "sigmoid"
-    assert fast_mixers.forward_of(Qwen3_5RMSNormGated(8)) is not None
-    assert fast_mixers.forward_of(GraniteMoeHybridRMSNormGated(8, 4)) is not None
+    assert mixer_forwards.forward_of(Qwen3_5RMSNormGated(8)) is not None
+    assert mixer_forwards.forward_of(GraniteMoeHybridRMSNormGated(8, 4)) is not None
     for module in (another, Twice(8), nn.Linear(3, 3), nn.RMSNorm(8)):
-        assert fast_mixers.forward_of(module) is None
+        assert mixer_forwards.forward_of(module) is None
 
 
 def test_random_numbers_of_the_caller_are_left_alone() -> None:
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
-    fast_mixers._with_steps.cache_clear()
+    mixer_forwards._with_steps.cache_clear()
     gated_norm._matches.cache_clear()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
-    assert any(fast_mixers.forward_of(module) is not None for module in model.modules())
+    assert any(mixer_forwards.forward_of(module) is not None for module in model.modules())
     assert torch.equal(torch.rand(3), wanted)
 
 

@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM
 import ptq
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
-from ptq.fast import dense_products, fast_layer, fast_steps
-from ptq.fast.fast_experts import MOST_TOKENS
+from ptq.fast import module_forwards
+from ptq.fast.experts.few_token_experts import MOST_TOKENS
+from ptq.fast.layers import decoder_layer
+from ptq.fast.steps import dense_products
 from ptq.hf.experts import Experts
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
@@ -77,7 +79,7 @@ def one_by_one(model: Any) -> Any:
 
 def in_layers(model: Any) -> int:
     """Blocks of experts that are a part of their layer's call."""
-    held = (layer.forward.on_cpu.found for layer in model.modules() if fast_layer.is_fast(layer))
+    held = (layer.forward.on_cpu.found for layer in model.modules() if decoder_layer.is_fast(layer))
     return sum(one is not None and one.moe is not None for one in held)
 
 
@@ -237,7 +239,7 @@ def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypat
         dense_products.is_router(module) for module in model.modules() if type(module) is not type(router)
     )
     plain, more = copy.deepcopy(router), len(inspect.signature(type(router).forward).parameters) - 2
-    fast_steps.install(model)
+    module_forwards.install(model)
     calls: list[Any] = []
 
     def linear(*given: torch.Tensor) -> torch.Tensor:

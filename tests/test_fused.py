@@ -21,7 +21,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import ptq
 from ptq.errors import InputError
-from ptq.fast import fast_steps, found_layer, gated_mlp
+from ptq.fast import module_forwards
+from ptq.fast.layers import found_layer
+from ptq.fast.steps import gated_mlp
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf.packed_config import PtqConfig
 from ptq.kv.packed_cache import PackedCache
@@ -169,7 +171,7 @@ def test_a_fused_gate_of_few_tokens_is_one_op(monkeypatch: pytest.MonkeyPatch) -
     for mlp in (Phi3MLP(config).eval(), Glm4MLP(config).eval()):
         assert gated_mlp.gate_of(mlp) == gated_mlp.SILU
         fast = copy.deepcopy(mlp)
-        fast_steps.install(fast)
+        module_forwards.install(fast)
         for tokens in (1, 16, 17):
             x = torch.randn(1, tokens, 72, generator=torch.Generator().manual_seed(tokens))
             torch.testing.assert_close(fast(x), mlp(x), rtol=1e-5, atol=1e-6)

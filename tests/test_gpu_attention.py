@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from ptq.fast import decoding, fast_attention, fast_decode
+from ptq.fast import whole_model
+from ptq.fast.attention import decoded_attention, decoding
 from ptq.kv.attention import CACHE, attach
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.packed_cache import PackedCache
@@ -34,7 +35,7 @@ def model_of(settings: CacheQuantization | None, dtype: torch.dtype = torch.bflo
     model = LlamaForCausalLM(config).to(dtype).eval()
     if settings is not None:
         attach(model, settings)
-    fast_decode.install(model)
+    whole_model.install(model)
     return model
 
 
@@ -74,7 +75,7 @@ def test_decoded_tokens_are_one_op(kind: str, padded: bool, monkeypatch: pytest.
         decoding, "layer_on_gpu", lambda *given: served.append(own(*given)[0]) or (served[-1], own(*given)[1])
     )
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
-    monkeypatch.setattr(fast_attention, "cpu_ops_serve", lambda *tensors: False)
+    monkeypatch.setattr(decoded_attention, "cpu_ops_serve", lambda *tensors: False)
     cache = cache_of(kind, model)
     found = run(model, cache, padded)
     assert len(served) == 3 * 2 and not any(served[:2]) and all(served[2:])  # not the prompt
@@ -86,7 +87,7 @@ def test_decoded_tokens_are_one_op(kind: str, padded: bool, monkeypatch: pytest.
 
 def test_what_the_kernels_do_not_serve_is_left_to_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
-    monkeypatch.setattr(fast_attention, "cpu_ops_serve", lambda *tensors: False)
+    monkeypatch.setattr(decoded_attention, "cpu_ops_serve", lambda *tensors: False)
     own = decoding.layer_on_gpu
     served: list[Any] = []
     monkeypatch.setattr(
@@ -160,7 +161,7 @@ def test_sinks_are_kept_anew_behind_a_reset(kind: str, monkeypatch: pytest.Monke
         else (lambda: StaticPackedCache(model.config, settings, LENGTH))
     )
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
-    monkeypatch.setattr(fast_attention, "cpu_ops_serve", lambda *tensors: False)
+    monkeypatch.setattr(decoded_attention, "cpu_ops_serve", lambda *tensors: False)
     wanted, cache = run(model, made(), False), made()
     model(torch.arange(2 * 7).view(2, 7) + 20, position_ids=torch.arange(7)[None], **{CACHE: cache})
     cache.reset()
@@ -177,7 +178,7 @@ def test_gradients_of_what_others_bring(wanted_of: str, on_gpu: bool, monkeypatc
     model(torch.arange(4)[None], **{CACHE: cache})
     if on_gpu:
         monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
-        monkeypatch.setattr(fast_attention, "cpu_ops_serve", lambda *tensors: False)
+        monkeypatch.setattr(decoded_attention, "cpu_ops_serve", lambda *tensors: False)
     layer, learned = cache.layers[0], torch.zeros(1, requires_grad=True, dtype=torch.bfloat16)
     if wanted_of == "product":
         projection = model.model.layers[0].self_attn.k_proj

@@ -17,8 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
-from ptq.fast import fast_decode, fast_layer, fast_steps, gpu_layer
-from ptq.fast.merged import merge
+from ptq.fast import module_forwards
+from ptq.fast.attention import attention_function
+from ptq.fast.layers import decoder_layer, gpu_layer
+from ptq.fast.layers.merged import merge
 from ptq.layers.linear import QuantLinear
 from ptq.layers.ready_products import CURRENT, ReadyProducts
 from ptq.models.families import FAMILIES
@@ -133,8 +135,8 @@ def test_a_plain_model_of_every_family(family: str, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     fast = copy.deepcopy(plain)
-    fast_steps.install(fast)
-    fast_layer.install(fast)
+    module_forwards.install(fast)
+    decoder_layer.install(fast)
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     ids = torch.arange(3, 22).reshape(1, -1)
     torch.testing.assert_close(fast(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
@@ -166,26 +168,26 @@ def test_a_layer_that_changes_what_attention_is_given_is_left_alone() -> None:
     config = LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=1)
     for cls, known in ((LlamaDecoderLayer, True), (Shifted, False)):
         holder = nn.ModuleList([cls(config, 0)])
-        fast_layer.install(holder)
+        decoder_layer.install(holder)
         assert ("forward" in vars(holder[0])) == known
 
 
 def test_a_mask_becomes_numbers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch.rand(1, 1, 3, 5) < 0.5
-    assert fast_decode._additive(mask, torch.float32, 0) is mask  # on a CPU
+    assert attention_function._additive(mask, torch.float32, 0) is mask  # on a CPU
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
-    made = [fast_decode._additive(mask, torch.float32, layer) for layer in (0, 1, 4, 0, 1)]
+    made = [attention_function._additive(mask, torch.float32, layer) for layer in (0, 1, 4, 0, 1)]
     assert made[0] is made[1] is made[2] is not made[3] is made[4]  # the second forward makes its own
     assert made[4] is not None and torch.equal(made[4] == 0, mask) and torch.equal(made[4] == -torch.inf, ~mask)
-    assert fast_decode._additive(made[0], torch.float32, 5) is made[0]
-    assert fast_decode._additive(None, torch.float32, 5) is None
+    assert attention_function._additive(made[0], torch.float32, 5) is made[0]
+    assert attention_function._additive(None, torch.float32, 5) is None
     mask[0, 0, 0] = True
-    changed = fast_decode._additive(mask, torch.float32, 2)
+    changed = attention_function._additive(mask, torch.float32, 2)
     assert changed is not None and torch.equal(changed == 0, mask)
-    assert fast_decode._additive(mask, torch.bfloat16, 3).dtype == torch.bfloat16  # pyright: ignore
-    assert len(fast_decode._LAST) == 1
+    assert attention_function._additive(mask, torch.bfloat16, 3).dtype == torch.bfloat16  # pyright: ignore
+    assert len(attention_function._LAST) == 1
     del mask
-    assert not fast_decode._LAST
+    assert not attention_function._LAST
 
 
 def test_products_that_wait_are_for_one_input() -> None:

@@ -9,7 +9,7 @@ from tiny_models import tiny_config, tiny_model
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ptq.errors import InputError
-from ptq.fast import fast_decode
+from ptq.fast import whole_model
 from ptq.kv import growing_cache
 from ptq.kv.growing_cache import CHUNK, GrowingLayer, GrowingWindowLayer, growing_layer
 
@@ -122,7 +122,7 @@ def test_copies_gradients_and_inference_mode() -> None:
 def test_another_number_of_rows_is_refused(rows: tuple[int, int], used: bool) -> None:
     """A row would become several, silently."""
     model: Any = tiny_model(tiny_config("llama"))
-    fast_decode.install(model)
+    whole_model.install(model)
     cache = model(torch.full((rows[0], 4), 5), use_cache=True).past_key_values
     if used:
         model(torch.full((rows[0], 1), 5), past_key_values=cache)

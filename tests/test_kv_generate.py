@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ptq.errors import InputError
-from ptq.fast import fast_decode
+from ptq.fast import whole_model
 from ptq.kv.attention import CACHE
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.packed_cache import PackedCache
@@ -40,7 +40,7 @@ def test_generate_is_greedy_over_full_forwards(model_type: str) -> None:
 def test_no_name_of_ours_is_an_old_one() -> None:
     """transformers 5.24 calls `past_key_values` `cache`, and warns."""
     model, ids = model_of(MIXED), tokens(1, 9)
-    fast_decode.install(model)
+    whole_model.install(model)
     for options in ({}, {"cache_implementation": "static"}):
         assert model.generate(ids, **GENERATE, **options).shape == (1, 21)
     with torch.no_grad():

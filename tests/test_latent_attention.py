@@ -18,7 +18,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq.fast import expansion, fast_decode, latent_attention
+from ptq.fast import whole_model
+from ptq.fast.attention import expansion, latent_attention
 from ptq.ops.latent_ops import RopeLayout
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
@@ -53,7 +54,7 @@ def models(family: str, **config: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family, **config)).eval()
     fast = copy.deepcopy(plain)
-    fast_decode.install(fast)
+    whole_model.install(fast)
     return plain, fast
 
 

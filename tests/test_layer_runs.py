@@ -1,4 +1,5 @@
-"""Decoder layers one behind another in one call (`ptq.fast.layer_runs`): which they are, and when they are not."""
+"""Decoder layers one behind another in one call (`ptq.fast.layers.layer_runs`): which these are, and when
+they are not."""
 
 import copy
 import gc
@@ -18,8 +19,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import ptq
-from ptq.fast import fast_decode, fast_layer, layer_runs
-from ptq.fast.layer_trial import calls_in_turn
+from ptq.fast import whole_model
+from ptq.fast.layers import decoder_layer, layer_runs
+from ptq.fast.layers.layer_trial import calls_in_turn
 from ptq.kv.attention import CACHE
 from ptq.models.families import FAMILIES
 from quarot.plan import QuarotRecipe
@@ -43,8 +45,8 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 def test_the_runs_of_every_family(family: str) -> None:
     """Layers that are fast one by one and lie behind another are a run."""
     model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
-    fast_decode.install(model)
-    fast = sum(map(fast_layer.is_fast, model.modules()))
+    whole_model.install(model)
+    fast = sum(map(decoder_layer.is_fast, model.modules()))
     tables = family in ("granite_swa", "granitemoe_swa")  # which stand-ins do not have
     assert runs_of(model) == ([fast] if fast > 1 and not tables else [])
 

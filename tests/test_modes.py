@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq.fast import gated_mlp
+from ptq.fast.steps import gated_mlp
 from ptq.ops import hadamard
 from ptq.recipe import Recipe
 from quarot.plan import QuarotRecipe

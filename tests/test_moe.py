@@ -21,7 +21,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 import fp6.expert_ops
 import quarot.expert_ops
 import quip_sharp.expert_ops
-from ptq.fast import fast_decode, fast_steps, routers
+from ptq.fast import module_forwards, whole_model
+from ptq.fast.experts import routers
 from ptq.hf import experts
 from ptq.layers.packed_weight import stored_signs
 from ptq.ops import expert_ops, moe_ops
@@ -221,7 +222,7 @@ def block(
     made: Any = cls(config)
     made.gate.__class__ = router
     experts.separate(made, experts.NAMES[0])
-    fast_steps.install(made)
+    module_forwards.install(made)
     return made
 
 
@@ -281,7 +282,7 @@ def test_routers_of_every_family(model_type: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
     experts.separate(model, experts.NAMES[0])
-    fast_decode.install(model)
+    whole_model.install(model)
     blocks = [module for module in model.modules() if any(hasattr(part, "few_tokens") for part in module.children())]
     found = [found_of(module) for module in blocks]
     assert blocks and all((how is None) == (model_type in OTHER_ROUTERS) for how in found)

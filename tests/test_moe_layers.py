@@ -15,7 +15,7 @@ from tiny_models import decode
 from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
-from ptq.fast import fast_moe
+from ptq.fast.experts import moe_block
 from ptq.hf.experts import Experts
 from ptq.kv.attention import CACHE
 from ptq.layers.changes import ObservedDict, observe
@@ -213,8 +213,8 @@ def test_hidden_states_that_were_asked_for_once(tmp_path: Path, monkeypatch: pyt
     assert calls  # a patched class is called
     monkeypatch.undo()
     decode(model)
-    run = fast_moe.RUN
-    monkeypatch.setattr(fast_moe, "RUN", lambda *given: calls.append(1) or run(*given))
+    run = moe_block.RUN
+    monkeypatch.setattr(moe_block, "RUN", lambda *given: calls.append(1) or run(*given))
     calls.clear()
     decode(model)
     assert len(calls) == in_layers(model) > 0  # of the prompt

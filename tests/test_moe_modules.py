@@ -13,16 +13,16 @@ from test_few_experts import packed as whole
 from tiny_models import decode
 from torch import nn
 
-from ptq.fast import fast_moe
-from ptq.fast.fast_moe import FastMoe
+from ptq.fast.experts import moe_block
+from ptq.fast.experts.moe_block import FastMoe
 from ptq.layers.linear import QuantLinear
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens that went through the op."""
-    run, made = fast_moe.RUN, []
-    monkeypatch.setattr(fast_moe, "RUN", lambda moe, x: made.append(x.shape[:2].numel()) or run(moe, x))
+    run, made = moe_block.RUN, []
+    monkeypatch.setattr(moe_block, "RUN", lambda moe, x: made.append(x.shape[:2].numel()) or run(moe, x))
     return made
 
 

@@ -15,7 +15,7 @@ from tiny_models import decode, save_model
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.fast import cpu_layer
+from ptq.fast.layers import cpu_layer
 from ptq.files.lock import exclusive
 from ptq.files.shards import Shards
 from ptq.layers import shared_input

@@ -13,7 +13,7 @@ from transformers.models.glm4.modeling_glm4 import Glm4Attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as turned_in_part
 
-from ptq.fast import fast_rotary
+from ptq.fast.steps import rotary_embedding
 from ptq.fast.trials import innermost
 from ptq.ops import steps
 
@@ -54,7 +54,7 @@ def own_rotary(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tenso
     """The function of transformers that a forward turns queries and keys with."""
     inner = innermost(forward)
     assert inner is not None
-    return inner.__globals__[fast_rotary.ROTARY]
+    return inner.__globals__[rotary_embedding.ROTARY]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,8 +79,8 @@ def test_neighbours_are_turned_as_in_transformers_to_the_bit(d: int, r: int, dty
 def test_functions_that_turn_neighbours(module: type[nn.Module], served: int, monkeypatch: pytest.MonkeyPatch) -> None:
     through, op = [], torch.ops.ptq.rotary_pairs.default
     monkeypatch.setattr(torch.ops.ptq.rotary_pairs, "default", lambda *given: through.append(given) or op(*given))
-    monkeypatch.setattr(fast_rotary, "with_globals", lambda forward, others: others[fast_rotary.ROTARY])
-    own, turn = own_rotary(module.forward), inspect.unwrap(fast_rotary.with_fast_rotary)(module.forward)
+    monkeypatch.setattr(rotary_embedding, "with_globals", lambda forward, others: others[rotary_embedding.ROTARY])
+    own, turn = own_rotary(module.forward), inspect.unwrap(rotary_embedding.with_fast_rotary)(module.forward)
     assert turn is not None
     for dtype, table in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
         q, k = draw(2, 4, 3, 16, dtype=dtype), draw(2, 2, 3, 16, dtype=dtype, seed=1)

@@ -16,8 +16,9 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 import ptq
-from ptq.fast import fast_attention, fast_decode, sinks
-from ptq.fast.decoding import WITHOUT_SDPA
+from ptq.fast import whole_model
+from ptq.fast.attention import decoded_attention, sinks
+from ptq.fast.attention.decoding import WITHOUT_SDPA
 from quarot.plan import QuarotRecipe
 
 FAMILIES = {"gpt_oss": 2, "granite_swa": 2, "granitemoe_swa": 2, "flint": 1}
@@ -46,7 +47,7 @@ def models(family: str, **config: Any) -> tuple[Any, Any]:
         if sinks.SINKS in module._parameters:
             module.sinks.data = torch.randn(module.sinks.shape) * 2
     fast = copy.deepcopy(plain)
-    fast_decode.install(fast)
+    whole_model.install(fast)
     return plain, fast
 
 
@@ -165,8 +166,8 @@ def test_what_only_looks_like_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     for family in ("gemma2", "llama"):
         assert not sinks.serves(AutoModelForCausalLM.from_config(tiny_config(family, attn_implementation="eager")))
     plain, _ = models("gpt_oss")
-    kind = fast_attention.AttentionKind("", in_part=False, gated=False, halved=True, sinks=True)
-    assert sinks.serves(plain) and fast_attention.kind_of(attentions(plain)[0]) == kind
+    kind = decoded_attention.AttentionKind("", in_part=False, gated=False, halved=True, sinks=True)
+    assert sinks.serves(plain) and decoded_attention.kind_of(attentions(plain)[0]) == kind
 
     class Shifted(GptOssAttention):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +190,7 @@ def test_what_only_looks_like_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 
     for module in attentions(plain):
         module.__class__ = Squared
-    assert not sinks.serves(plain) and fast_attention.kind_of(attentions(plain)[0]) is None
+    assert not sinks.serves(plain) and decoded_attention.kind_of(attentions(plain)[0]) is None
 
 
 class Mine(GptOssAttention):
@@ -209,7 +210,7 @@ def test_classes_of_other_files() -> None:
         for module in attentions(plain):
             module.__class__ = cls
         fast = copy.deepcopy(plain)
-        fast_decode.install(fast)
+        whole_model.install(fast)
         assert (fast.config._attn_implementation == WITHOUT_SDPA) == (cls is Mine)
         ids = torch.arange(4, 12)[None]
         for given in ({}, {"output_attentions": True}):

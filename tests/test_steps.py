@@ -13,7 +13,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from ptq.fast import fast_layer, fast_steps, rms_norm
+from ptq.fast import module_forwards
+from ptq.fast.layers import decoder_layer
+from ptq.fast.steps import rms_norm
 from ptq.models.families import FAMILIES
 from ptq.ops import steps
 
@@ -312,7 +314,7 @@ def test_a_model_of_every_family(family: str) -> None:
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     fast = copy.deepcopy(plain)
-    fast_steps.install(fast)
+    module_forwards.install(fast)
     norms = [
         m for m in fast.modules() if type(m).__name__.endswith("RMSNorm") and m._parameters.get("weight") is not None
     ]
@@ -345,8 +347,8 @@ def test_a_model_in_training_drops_what_it_dropped() -> None:
         tiny_config("seed_oss", attention_dropout=0.0, residual_dropout=0.5)
     ).train()
     fast = copy.deepcopy(plain)
-    fast_steps.install(fast)
-    fast_layer.install(fast)
+    module_forwards.install(fast)
+    decoder_layer.install(fast)
     found = []
     for model in (plain, fast):
         torch.manual_seed(1)

@@ -127,6 +127,6 @@ def _records() -> bool:
 
 def _is_idle(hooks: Hooks) -> bool:
     """Whether all hooks are those that transformers leaves behind where hidden states were asked for once. Those of a
-    layer wait for the next time (`ptq.fast.layer_runs` looks whether that is now), those inside of it for attention
-    weights, which our attention has none of."""
+    layer wait for the next time (`ptq.fast.layers.layer_runs` looks whether that is now), those inside of it for
+    attention weights, which our attention has none of."""
     return all(getattr(hook, "__module__", None) == "transformers.utils.output_capturing" for hook in hooks.values())

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ptq.errors import InputError
-from ptq.fast import gated_mlp
-from ptq.fast.fast_experts import FewTokenExperts
+from ptq.fast.experts.few_token_experts import FewTokenExperts
+from ptq.fast.steps import gated_mlp
 from ptq.fast.trials import TRIAL_ERRORS, bare_copy, is_close, trial, tried_once
 from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
 from ptq.layers.changes import ObservedModule

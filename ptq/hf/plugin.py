@@ -17,7 +17,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ptq.errors import InputError
-from ptq.fast import fast_decode
+from ptq.fast import whole_model
 from ptq.files.dtypes import dtype_name
 from ptq.files.header import TensorInfo, read_header
 from ptq.hf import dequantized, experts, packed_tensors, residual, transposed
@@ -98,7 +98,7 @@ class PtqQuantizer(HfQuantizer):
         found = {name: (x.dtype, self.narrow.get(name.removeprefix(prefix))) for name, x in model.state_dict().items()}
         self.narrow = {name: stored for name, (dtype, stored) in found.items() if stored not in (None, dtype)}
         _leave_plain_steps(model)
-        fast_decode.install(model)
+        whole_model.install(model)
         for own in own_names(model, self.quantization_config.entries_in(model.config)).values():
             module = model.get_submodule(own)
             assert isinstance(module, PackedWeight), own

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ptq.errors import InputError
-from ptq.fast import rms_norm
+from ptq.fast.steps import rms_norm
 from ptq.fast.watched import InPlace
 from ptq.files.header import read_header
 from ptq.layers.packed_weight import KeptSigns, kept_signs, loaded_signs, stored_signs

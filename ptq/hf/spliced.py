@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ptq.errors import refused
-from ptq.fast import fast_decode, fast_steps
+from ptq.fast import module_forwards
+from ptq.fast.attention import attention_function
 from ptq.hf import experts, fused
 from ptq.hf.without_weights import UNBUILT, without_weights
 from ptq.models.family import Family
@@ -97,8 +98,8 @@ def model_around(
     with refused(UNBUILT):
         for name, module in list(_rotary_tables(model)):
             model.set_submodule(name, type(module)(config=module.config).to(device))  # a table may have one of its own
-    fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
-    fast_decode.install_attention(model)
+    module_forwards.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
+    attention_function.install(model)
     return model.eval()
 
 

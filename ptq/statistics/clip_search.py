@@ -4,7 +4,7 @@ least on a sample of the calibration text (docs/math.md, section 8).
     clips/<linear>.json   the clip of the input of a linear, and of all that share it; what was measured
 
 All experts of a block have one clip in front of gate and up, and one in front of down: few tokens go to each, and
-experts that treat their inputs alike decode in one call (`ptq.fast.fast_experts`).
+experts that treat their inputs alike decode in one call (`ptq.fast.experts.few_token_experts`).
 
 The search runs in the rotated block, whose inputs, keys and values are quantised with their default clips: x is the
 input as it comes then, after the online transform. Hessians are taken afterwards, of what the clips that were found

@@ -8,7 +8,7 @@ import torch
 from test_ops import GPU, TOLERANCE, error, poison, random, same
 from torch import Tensor
 
-from ptq.fast import gpu_layer
+from ptq.fast.layers import gpu_layer
 from ptq.ops import activations, hadamard, matmul, steps
 
 __all__ = ["poison"]  # the fixture

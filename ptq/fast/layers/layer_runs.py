@@ -1,5 +1,5 @@
-"""Decoder layers one behind another in one call: of few decoded tokens on the CPU (`ptq.fast.cpu_layer`), and of any
-number of tokens on a GPU (`ptq.fast.gpu_layer`).
+"""Decoder layers one behind another in one call: of few decoded tokens on the CPU (`ptq.fast.layers.cpu_layer`), and of
+any number of tokens on a GPU (`ptq.fast.layers.gpu_layer`).
 
 On the CPU Python runs between two layers of a decoded token, on objects that the weights have pushed out of the caches.
 On a GPU the sum at the end of a layer would be a launch of its own, and is part of the next layer's first norm. So the
@@ -23,8 +23,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import cpu_layer, decoding, fast_layer
-from ptq.fast.layer_trial import LAYERS, calls_in_turn
+from ptq.fast.attention import decoding
+from ptq.fast.layers import cpu_layer, decoder_layer
+from ptq.fast.layers.layer_trial import LAYERS, calls_in_turn
 from ptq.fast.watched import Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
@@ -83,7 +84,7 @@ class Run:
                 end, y = _alike_until(given, first, last), None
                 layers, some = self.layers[first:end], found[first - start : end - start]
                 if some and not given[first][0]:
-                    y = cpu_layer.run(some, x, given[first][1], list(map(fast_layer.multiplier, layers)))
+                    y = cpu_layer.run(some, x, given[first][1], list(map(decoder_layer.multiplier, layers)))
                 if y is None:
                     for layer, (args, kwargs) in zip(layers, given[first:end], strict=True):
                         x = layer(x, *args, **kwargs)
@@ -93,7 +94,7 @@ class Run:
     def _on_gpu(self, x: Float[Tensor, "b t k"], given: list[Given]) -> Tensor:
         added: Tensor | None = None  # to x
         for layer, (_, others) in zip(self.layers, given, strict=True):
-            fast = None if layer.training else fast_layer.fast_forward_of(layer)
+            fast = None if layer.training else decoder_layer.fast_forward_of(layer)
             parts = None if fast is None else fast.on_gpu_in_parts(x, added, others)
             if parts is None:
                 x, added = layer(x if added is None else x + added, **others), None
@@ -138,7 +139,7 @@ def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def _whole(layer: nn.Module) -> tuple[cpu_layer.FoundLayer, Watched] | None:
     """What the op takes for all of a layer, and what that depends on; None where the layer must be called."""
-    fast = fast_layer.fast_forward_of(layer)
+    fast = decoder_layer.fast_forward_of(layer)
     if fast is not None:
         found, watched = fast.on_cpu.current(layer), fast.on_cpu.watched
         if found is not None and found.has_mlp and watched is not None:
@@ -164,7 +165,7 @@ class Substitutes:
         same = len(layers) == len(self.layers) and all(map(is_, layers.values(), self.layers))
         if not same or type(model).forward is not self.tried:
             self.layers, self.tried = list(layers.values()), type(model).forward
-            fast_layer.let_copies_be(self.layers)
+            decoder_layer.let_copies_be(self.layers)
             self.found = _substitutes(model, self.layers)
 
     def of_one_forward(self) -> list[Callable[..., Tensor]]:
@@ -178,17 +179,18 @@ class Substitutes:
 
 def _substitutes(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module | Run]:
     """A run for each series of fast layers, where the model calls them one behind another; the others themselves."""
-    if sum(map(fast_layer.is_fast, layers)) < 2 or not calls_in_turn(model, layers):
+    if sum(map(decoder_layer.is_fast, layers)) < 2 or not calls_in_turn(model, layers):
         return [*layers]
     found: list[nn.Module | Run] = []
-    for fast, group in groupby(layers, fast_layer.is_fast):
+    for fast, group in groupby(layers, decoder_layer.is_fast):
         some = list(group)
         found += [Run(some)] if fast and len(some) > 1 else some
     return found
 
 
 def install(model: nn.Module) -> None:
-    """Let decoder layers that are fast (`ptq.fast.fast_layer`) be called in runs where the model allows it."""
+    """Let decoder layers that are fast (`ptq.fast.layers.decoder_layer`) be called in runs where the model allows
+    it."""
     for module in model.modules():
         if isinstance(module._modules.get(LAYERS), nn.ModuleList) and "forward" not in vars(module):
             substitutes = Substitutes()

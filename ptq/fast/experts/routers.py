@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import gated_mlp
+from ptq.fast.steps import gated_mlp
 from ptq.fast.trials import PLAIN, TRIAL_ERRORS, bare_copy, tried_once
 from ptq.fast.watched import InPlace
 from ptq.ops.expert_ops import rows_of

@@ -1,5 +1,5 @@
 """Decoder layers of few decoded tokens on the CPU, in one call of an op of `ptq.ops.layer_ops`, which holds them
-(`ptq.fast.found_layer`). The numbers are those of the single ops to the bit.
+(`ptq.fast.layers.found_layer`). The numbers are those of the single ops to the bit.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ptq.fast import decoding
-from ptq.fast.found_layer import FoundLayer, Recurrent
+from ptq.fast.attention import decoding
+from ptq.fast.layers.found_layer import FoundLayer, Recurrent
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)

@@ -18,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ptq.fast import decoding, expansion, fast_rotary
-from ptq.fast.expansion import EXPANSION
+from ptq.fast.attention import decoding, expansion
+from ptq.fast.attention.expansion import EXPANSION
+from ptq.fast.steps import rotary_embedding
 from ptq.fast.trials import HIDDEN, TRIAL_ERRORS, bare_copy, is_close, mask_of, random_linear, random_norm, tried_once
 from ptq.kv.attention import CACHE
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
@@ -45,7 +46,7 @@ class LatentKind(NamedTuple):
 
     rope_layout: RopeLayout
     scaled: bool = False
-    """As of `ptq.fast.fast_attention.AttentionKind`."""
+    """As of `ptq.fast.attention.decoded_attention.AttentionKind`."""
     interleaved: bool | None = None
     """`rope_interleave` of the config that it was found for, which modules ask every time."""
 
@@ -85,7 +86,7 @@ class LatentKind(NamedTuple):
         floats: Iterable[Tensor] = (),
         **others: Any,
     ) -> list[GrowingLayer] | None:
-        """As `ptq.fast.fast_attention.AttentionKind.cache_layers`."""
+        """As `ptq.fast.attention.decoded_attention.AttentionKind.cache_layers`."""
         cache, tokens = others.get(CACHE), x.shape[1]
         if cos_sin is None or cache is None or not x.numel() or not decoding.are_decoded(tokens, attention_mask):
             return None
@@ -114,12 +115,12 @@ class LatentKind(NamedTuple):
 def forward(module: nn.Module, kind: LatentKind, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module of this kind."""
     if torch.compiler.is_compiling():
-        return fast_rotary.forward(module, *args, **kwargs)
+        return rotary_embedding.forward(module, *args, **kwargs)
     found = None if args else decoded(module, kind, **kwargs)
     if found is not None:
         return found, None
     expansion.doubt(module, args[0] if args else kwargs["hidden_states"])
-    return fast_rotary.forward(module, *args, **kwargs)
+    return rotary_embedding.forward(module, *args, **kwargs)
 
 
 def decoded(module: Any, kind: LatentKind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The state space of Mamba-2 for one decoded token of each row, on the CPU: the product of its input,
 `ptq::mamba2_step` for all that follows, and the output product.
 
-No family is named. `kind_of` tries a module on random numbers first, as `ptq.fast.delta_net` does.
+No family is named. `kind_of` tries a module on random numbers first, as `ptq.fast.mixers.delta_net` does.
 """
 
 from typing import Any, NamedTuple
@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import gated_norm
-from ptq.fast.mixer_states import CONV, cache_layers, matches, states_of
+from ptq.fast.mixers import gated_norm
+from ptq.fast.mixers.mixer_states import CONV, cache_layers, matches, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import forward_is_ours
 from ptq.layers.replaceable import has_hooks

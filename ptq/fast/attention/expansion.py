@@ -1,5 +1,5 @@
-"""The matrix that makes keys and values of latent vectors (`ptq.fast.latent_attention`), in plain numbers: made of a
-module's linear with the first decoded token, and kept while that stays as it is."""
+"""The matrix that makes keys and values of latent vectors (`ptq.fast.attention.latent_attention`), in plain numbers:
+made of a module's linear with the first decoded token, and kept while that stays as it is."""
 
 import functools
 import zlib

@@ -2,8 +2,8 @@
 before its MLP, where that is of another kind.
 
 It needs a format that has such an op, linears that treat their input alike, a mixer of the kinds of
-`ptq.fast.fast_attention`, `latent_attention`, `delta_net` and `state_space` beside it, and an MLP of those of
-`ptq.fast.gated_mlp` and `ptq.fast.fast_moe`.
+`ptq.fast.attention.decoded_attention`, `latent_attention`, `delta_net` and `state_space` beside it, and an MLP of those
+of `ptq.fast.steps.gated_mlp` and `ptq.fast.experts.moe_block`.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptq.fast import delta_net, fast_attention, fast_moe, gated_mlp, latent_attention, rms_norm, state_space
-from ptq.fast import expansion as expansions
-from ptq.fast.delta_net import DeltaNetKind
-from ptq.fast.expansion import HeldExpansion
-from ptq.fast.fast_attention import AttentionKind
-from ptq.fast.fast_moe import HeldMoe
-from ptq.fast.latent_attention import LatentKind
-from ptq.fast.state_space import StateSpaceKind
+from ptq.fast.attention import decoded_attention, latent_attention
+from ptq.fast.attention import expansion as expansions
+from ptq.fast.attention.decoded_attention import AttentionKind
+from ptq.fast.attention.expansion import HeldExpansion
+from ptq.fast.attention.latent_attention import LatentKind
+from ptq.fast.experts import moe_block
+from ptq.fast.experts.moe_block import HeldMoe
+from ptq.fast.mixers import delta_net, state_space
+from ptq.fast.mixers.delta_net import DeltaNetKind
+from ptq.fast.mixers.state_space import StateSpaceKind
+from ptq.fast.steps import gated_mlp, rms_norm
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.layers.replaceable import stays_on_cpu, treat_input_alike
@@ -40,7 +43,7 @@ Parts = delta_net.Net | state_space.Space
 Kind = AttentionKind | LatentKind | Recurrent
 """What a mixer does. A kind has `sites`, `cache_layers`, and of attention `cos_sin`, `inner_norms` and `cached`, of the
 others `parts`."""
-FIND_KIND = fast_attention.kind_of, latent_attention.kind_of, delta_net.kind_of, state_space.kind_of
+FIND_KIND = decoded_attention.kind_of, latent_attention.kind_of, delta_net.kind_of, state_space.kind_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def layer_of(mixer: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]
     if act is not None:
         found = _layer(mixer, mlp, norms, gelu=act == gated_mlp.GELU)
     else:
-        moe = fast_moe.moe_of(mlp)
+        moe = moe_block.moe_of(mlp)
         gains = [norm._parameters.get("weight") for norm in norms if norm is not None]
         alike = moe is not None and len({x.dtype for x in (*moe.floats(), *gains) if x is not None}) == 1
         found = _layer(mixer, None, norms, moe) if alike else None
@@ -148,7 +151,7 @@ def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None, recurrent:
         gated=0, recurrent=[], recurrent_eps=0.0, norm_groups=0, latent=[], rope_layout=0, sinks=[]
     )
     if isinstance(kind, AttentionKind):
-        sinks = [mixer._parameters[fast_attention.SINKS]] if kind.sinks else []
+        sinks = [mixer._parameters[decoded_attention.SINKS]] if kind.sinks else []
         return fields | dict(gated=mixer.head_dim if kind.gated else 0, sinks=sinks)
     if isinstance(kind, LatentKind):
         return None if expansion is None else fields | dict(latent=[*expansion.numbers], rope_layout=kind.rope_layout)
@@ -183,7 +186,7 @@ def _rows(mixer: nn.Module, kind: Kind, mixing: Sequence[Sequence[QuantLinear]],
     there."""
     rows = [linear.out_features for site in mixing for linear in site]
     if isinstance(kind, AttentionKind) and len(mixing[0]) == 1:
-        rows[:1] = fast_attention.rows_of(mixer)
+        rows[:1] = decoded_attention.rows_of(mixer)
     for [down] in _mlp_sites(mlp)[1:]:
         rows.extend((down.in_features, down.in_features, down.out_features))
     return rows

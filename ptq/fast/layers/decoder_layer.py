@@ -1,13 +1,13 @@
-"""A decoder layer in one call, of few decoded tokens on the CPU (`ptq.fast.cpu_layer`); on a GPU in few launches, of
-any number of tokens (`ptq.fast.gpu_layer`).
+"""A decoder layer in one call, of few decoded tokens on the CPU (`ptq.fast.layers.cpu_layer`); on a GPU in few
+launches, of any number of tokens (`ptq.fast.layers.gpu_layer`).
 
 No family is named. `install` tries decoder layers with stand-ins for attention and MLP first: one must compute
 
     y = x + m norm(attention(norm(x))),    result = y + m norm(mlp(norm(y))),
 
-where two of the four norms may be missing, and m is mostly 1. The call needs what `ptq.fast.cpu_layer` or
-`ptq.fast.gpu_layer` asks for, and nobody who listens in (hooks), or who trains a dropout. Otherwise the layer's own
-code runs. Where an MLP is of another kind (some experts), the call gives y, and the MLP's own code runs behind it.
+where two of the four norms may be missing, and m is mostly 1. The call needs what `ptq.fast.layers.cpu_layer` or
+`ptq.fast.layers.gpu_layer` asks for, and nobody who listens in (hooks), or who trains a dropout. Otherwise the layer's
+own code runs. Where an MLP is of another kind (some experts), the call gives y, and the MLP's own code runs behind it.
 The numbers are those of the single ops to the bit.
 """
 
@@ -19,8 +19,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import cpu_layer, decoding, found_layer, gated_mlp, gpu_layer
-from ptq.fast.fast_moe import FastMoe, looked_at
+from ptq.fast.attention import decoding
+from ptq.fast.experts.moe_block import FastMoe, looked_at
+from ptq.fast.layers import cpu_layer, found_layer, gpu_layer
+from ptq.fast.steps import gated_mlp
 from ptq.fast.trials import TRIAL_ERRORS, bare_copy, random_norm, tried_once
 from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
@@ -127,7 +129,7 @@ class FastForward:
     def on_gpu_in_parts(
         self, x: Float[Tensor, "b t k"], added: Float[Tensor, "b t k"] | None, others: dict[str, Any]
     ) -> tuple[Tensor, Tensor] | None:
-        """`ptq.fast.gpu_layer.run`; None also for layers that it does not take."""
+        """`ptq.fast.layers.gpu_layer.run`; None also for layers that it does not take."""
         if self.on_cpu.watched:
             self.on_cpu.forget()  # replaced weights would stay in memory
         steps = self.on_gpu.unless_hooked(self.layer) if multiplier(self.layer) == 1 else None

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast.mixer_states import CONV, cache_layers, matches, states_of
+from ptq.fast.mixers.mixer_states import CONV, cache_layers, matches, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import forward_is_ours
 from ptq.layers.replaceable import has_hooks, is_plain

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ptq.fast import fast_attention
-from ptq.fast.decoding import ATTENTION
-from ptq.fast.fast_attention import SINKS
+from ptq.fast.attention import decoded_attention
+from ptq.fast.attention.decoded_attention import SINKS
+from ptq.fast.attention.decoding import ATTENTION
 from ptq.fast.trials import HIDDEN, TRIAL_ERRORS, innermost, is_close, tried_once
 from ptq.kv.attention import CACHE
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
@@ -89,7 +89,7 @@ def _tried(module: Any) -> bool:
 def _matches(module: Any, rotary_dim: int) -> bool:
     """Of a prompt and of a token behind it, with a mask and without. `rotary_dim`: numbers of cos and sin."""
     generator = torch.Generator().manual_seed(0)
-    alone = fast_attention.small_copy(module, generator)
+    alone = decoded_attention.small_copy(module, generator)
     for tokens, masked in ((5, False), (5, True), (1, False)):
         x, cos, sin = (torch.randn(2, tokens, n, generator=generator) for n in (HIDDEN, rotary_dim, rotary_dim))
         before = torch.randn(2, 2, module.config.num_key_value_heads, 5 - tokens, module.head_dim, generator=generator)

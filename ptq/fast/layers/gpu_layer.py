@@ -1,9 +1,10 @@
 """A decoder layer on a GPU in few launches: what stands before its products is one op each (`ptq.ops.input_steps`).
 
-No family is named: `ptq.fast.fast_layer` tries first whether a layer computes y = x + attention(norm(x)), and then y +
-mlp(norm(y)). Attention is the module's own forward (of decoded tokens: `ptq.fast.fast_attention`), in which its linears
-find their products ready; the numbers are those of the single ops. Any number of tokens, any cache and mask: what a GPU
-saves at one token in launches, it saves at many in memory.
+No family is named: `ptq.fast.layers.decoder_layer` tries first whether a layer computes y = x + attention(norm(x)), and
+then y + mlp(norm(y)). Attention is the module's own forward (of decoded tokens:
+`ptq.fast.attention.decoded_attention`), in which its linears find their products ready; the numbers are those of the
+single ops. Any number of tokens, any cache and mask: what a GPU saves at one token in launches, it saves at many in
+memory.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import fast_attention, gated_mlp, rms_norm
-from ptq.fast.merged import Merged, merge
+from ptq.fast.attention import decoded_attention
+from ptq.fast.layers.merged import Merged, merge
+from ptq.fast.steps import gated_mlp, rms_norm
 from ptq.layers.linear import QuantLinear
 from ptq.layers.ready_products import ReadyProducts
 from ptq.layers.replaceable import stays_on_gpu, treat_input_alike
@@ -50,14 +52,14 @@ attention takes these, but the gate would copy them."""
 
 def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Steps | None:
     """The steps of a layer of these parts; None where they are not of the known kinds, or packed on one GPU. `norms`:
-    as in `ptq.fast.found_layer.layer_of`; there must be the first two alone."""
+    as in `ptq.fast.layers.found_layer.layer_of`; there must be the first two alone."""
     before = [norm for norm in norms[:2] if norm is not None]
     kinds = [kind for norm in before if (kind := rms_norm.kind_of(norm)) is not None]
     if len(kinds) < 2 or any(norm is not None for norm in norms[2:]):
         return None
-    if fast_attention.kind_of(attention) is None or gated_mlp.gate_of(mlp) != gated_mlp.SILU:
+    if decoded_attention.kind_of(attention) is None or gated_mlp.gate_of(mlp) != gated_mlp.SILU:
         return None
-    (*first, _), (*gated, down) = fast_attention.linears_of(attention), gated_mlp.linears_of(mlp)
+    (*first, _), (*gated, down) = decoded_attention.linears_of(attention), gated_mlp.linears_of(mlp)
     if len(first) == 1 or len(gated) == 1:  # fused: halves of several tokens would be copied
         return None
     if not all(stays_on_gpu(linear) for linear in (*first, *gated, down)):

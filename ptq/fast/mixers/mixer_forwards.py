@@ -1,5 +1,5 @@
 """What mixers that keep a state in the place of keys and values do on the CPU: an op for each step, or for a decoded
-token one for all of them (`ptq.fast.delta_net`).
+token one for all of them (`ptq.fast.mixers.delta_net`).
 
 No family is named. A mixer is known by functions that its forward calls (`STEPS`), or is a gated norm; each is tried on
 random numbers first, and where an op of `ptq.ops.mixer_ops` gives other numbers (up to rounding), it is left alone. The
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptq.fast import delta_net, gated_norm, state_space
-from ptq.fast.mixer_steps import STEPS, Step, step_for
+from ptq.fast.mixers import delta_net, gated_norm, state_space
+from ptq.fast.mixers.mixer_steps import STEPS, Step, step_for
 from ptq.fast.trials import innermost, with_globals
 from ptq.fast.watched import InPlace
 

@@ -1,10 +1,8 @@
-"""What a loaded packed model does faster than transformers: on the CPU when it decodes few tokens and when it reads a
-prompt, on a GPU in fewer launches (`ptq.fast.fast_steps`, `ptq.fast.fast_layer`).
+"""The attention function of transformers that takes the place of "sdpa" in a loaded packed model.
 
-`install` changes no parameter and nothing that is saved. (1) Plain linear layers read their weight at the speed of
-memory (`ptq::dense_linear`). (2) Attention of one token, with fewer heads of keys than of queries: torch's grouped
-attention is slow on the CPU; the queries that share a head of keys are handed to it as tokens of that head instead,
-which is the same sum. Other attention goes through `ptq.ops.prefill_attention`, where that serves it.
+Torch's grouped attention is slow on the CPU for one token with fewer heads of keys than of queries: the queries that
+share a head of keys are handed to it as tokens of that head instead, which is the same sum. Other attention goes
+through `ptq.ops.prefill_attention`, where that serves it.
 """
 
 import functools
@@ -21,29 +19,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from ptq.fast import dense_products, fast_layer, fast_moe, fast_steps, layer_runs, sinks
-from ptq.fast.decoding import ATTENTION, WITHOUT_SDPA
-from ptq.layers import shared_input
+from ptq.fast.attention import sinks
+from ptq.fast.attention.decoding import ATTENTION, WITHOUT_SDPA
 from ptq.layers.packed_weight import version
 from ptq.ops import matmul, prefill_attention
 
 
-def install(model: PreTrainedModel) -> None:
-    """Make the plain linear layers and "sdpa" attention of a model fast. Another attention is left alone."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = dense_products.FewTokensLinear
-            if module.out_features == 1:
-                module.weight.data = module.weight.data.clone()  # as in `ptq.hf.blocks`, so that numbers are the same
-    shared_input.attach(model)
-    fast_steps.install(model)
-    fast_moe.install(model)
-    fast_layer.install(model)
-    layer_runs.install(model)
-    install_attention(model)
-
-
-def install_attention(model: Any) -> None:
+def install(model: Any) -> None:
     """Put `attention` in the place of "sdpa", or of what takes sinks; not where the model's own code asks by name."""
     own = model.config._attn_implementation
     if (own == "sdpa" or (own == "eager" and sinks.serves(model))) and not _asks_by_name(type(model)):

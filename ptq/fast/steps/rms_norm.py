@@ -49,7 +49,7 @@ def _tried(module: nn.Module, k: int, eps: float) -> RmsNormKind | None:
     # k tells norms of other widths apart: `tried_once` remembers what it found by it
     parameters = inspect.signature(type(module).forward).parameters
     required = [p for p in parameters.values() if p.default is p.empty]
-    alone = len(required) == 2 and "gate" not in parameters  # norms with a gate: `ptq.fast.fast_mixers`
+    alone = len(required) == 2 and "gate" not in parameters  # norms with a gate: `ptq.fast.mixers.mixer_forwards`
     kinds = [RmsNormKind(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if alone else []
     return next((kind for kind in kinds if _matches(module, *kind)), None)
 

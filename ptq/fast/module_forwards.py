@@ -1,7 +1,7 @@
-"""Finds the parts of a loaded model that an op can do, and installs them: RMSNorm (`ptq.fast.rms_norm`), rotary
-embedding (`ptq.fast.fast_rotary`), the gate of the MLP (`ptq.fast.gated_mlp`); for few tokens also attention
-(`ptq.fast.fast_attention`, `ptq.fast.latent_attention`), the router of experts (`ptq.fast.dense_products`) and the
-steps of other mixers (`ptq.fast.fast_mixers`).
+"""Finds the parts of a loaded model that an op can do, and installs them: RMSNorm (`ptq.fast.steps.rms_norm`), rotary
+embedding (`ptq.fast.steps.rotary_embedding`), the gate of the MLP (`ptq.fast.steps.gated_mlp`); for few tokens also
+attention (`ptq.fast.attention.decoded_attention`, `ptq.fast.attention.latent_attention`), the router of experts
+(`ptq.fast.steps.dense_products`) and the steps of other mixers (`ptq.fast.mixers.mixer_forwards`).
 
 No family is named. Each kind is tried on random numbers first, and where the op's reference does not give the same bits
 as the model's own code (attention: up to rounding), that code is left alone. With gradients, other devices or dtypes
@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from ptq.fast import dense_products, fast_attention, fast_mixers, fast_rotary, gated_mlp, latent_attention, rms_norm
+from ptq.fast.attention import decoded_attention, latent_attention
+from ptq.fast.mixers import mixer_forwards
+from ptq.fast.steps import dense_products, gated_mlp, rms_norm, rotary_embedding
 from ptq.fast.watched import InPlace
 
 
@@ -29,20 +31,24 @@ def install(model: nn.Module) -> None:
             module.forward = InPlace(rms_norm.forward, module, *kind)
         elif (latent := latent_attention.kind_of(module)) is not None:
             module.forward = InPlace(latent_attention.forward, module, latent)
-        elif (attention := fast_attention.kind_of(module)) or fast_rotary.with_fast_rotary(type(module).forward):
+        elif (attention := decoded_attention.kind_of(module)) or rotary_embedding.with_fast_rotary(
+            type(module).forward
+        ):
             module.forward = InPlace(attention_forward, module, attention)
         elif (act := gated_mlp.gate_of(module)) is not None:
             module.forward = InPlace(gated_mlp.forward, module, act, gated_mlp.activation_of(module))
         elif dense_products.is_router(module):
             module.forward = InPlace(dense_products.forward, module)
-        elif (forward := fast_mixers.forward_of(module)) is not None:
+        elif (forward := mixer_forwards.forward_of(module)) is not None:
             module.forward = forward
 
 
-def attention_forward(module: nn.Module, kind: fast_attention.AttentionKind | None, *args: Any, **kwargs: Any) -> Any:
+def attention_forward(
+    module: nn.Module, kind: decoded_attention.AttentionKind | None, *args: Any, **kwargs: Any
+) -> Any:
     """The forward of attention of this kind; None: any other that turns as `ptq::rotary` does."""
     if kind is not None and not args:
-        found = fast_attention.decoded(module, kind, **kwargs)
+        found = decoded_attention.decoded(module, kind, **kwargs)
         if found is not None:
             return found, None
-    return fast_rotary.forward(module, *args, **kwargs)
+    return rotary_embedding.forward(module, *args, **kwargs)

@@ -23,7 +23,7 @@ CONV = "conv1d"
 def cache_layers(
     mixers: Sequence[tuple[Any, Any]], cos_sin: object, x: Float[Tensor, "b t k"], **others: Any
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """`states_of` the modules of mixers with their kinds, as `ptq.fast.cpu_layer` asks for it."""
+    """`states_of` the modules of mixers with their kinds, as `ptq.fast.layers.cpu_layer` asks for it."""
     return states_of([module for module, _ in mixers], x, **others)
 
 

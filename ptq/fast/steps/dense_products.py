@@ -35,6 +35,15 @@ class FewTokensLinear(nn.Linear):
         return few_tokens_linear(input, weight, bias)
 
 
+def install(model: nn.Module) -> None:
+    """Make all plain linears of a model such layers."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FewTokensLinear
+            if module.out_features == 1:
+                module.weight.data = module.weight.data.clone()  # as in `ptq.hf.blocks`, so that numbers are the same
+
+
 def is_router(module: nn.Module) -> bool:
     """Whether a module does something with one product of its input and its matrix; with a bias or not."""
     if isinstance(module, nn.Linear):

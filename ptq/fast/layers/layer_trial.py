@@ -1,5 +1,5 @@
-"""Whether the forward of a model calls its decoder layers one behind another (`ptq.fast.layer_runs`), as a trial tells
-with stand-ins for all its parts."""
+"""Whether the forward of a model calls its decoder layers one behind another (`ptq.fast.layers.layer_runs`), as a trial
+tells with stand-ins for all its parts."""
 
 import copy
 from collections.abc import Callable

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
-from ptq.fast import decoding
-from ptq.fast.decoding import CacheLayer
+from ptq.fast.attention import decoding
+from ptq.fast.attention.decoding import CacheLayer
 from ptq.fast.trials import HIDDEN, TRIAL_ERRORS, bare_copy, is_close, mask_of, random_linear, random_norm, tried_once
 from ptq.kv.attention import CACHE, forward
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
@@ -42,7 +42,7 @@ class AttentionKind(NamedTuple):
     sinks: bool = False
     """Whether each head has one more score, without a value (`ptq::decode_attention`)."""
     scaled: bool = False
-    """Whether queries behind many tokens are multiplied with a number (`ptq.fast.decoding.query_factor`)."""
+    """Whether queries behind many tokens are multiplied with a number (`ptq.fast.attention.decoding.query_factor`)."""
     without_rope: bool = False
     """Whether it may be called without cos and sin, and turns nothing then."""
 

@@ -18,8 +18,8 @@ from ptq.kv.static_cache import StaticPackedCache
 from ptq.ops.op_declarations import lasting
 
 ATTENTION, WITHOUT_SDPA = "ptq_sdpa", "ptq_sinks"
-"""Names of the attention function of transformers that takes the place of "sdpa" (`ptq.fast.fast_decode`). Models that
-do not have that refuse a name with it."""
+"""Names of what takes the place of "sdpa" (`ptq.fast.attention.attention_function`). Models without that
+refuse a name with it."""
 
 CacheLayer = GrowingLayer | PackedLayer | StaticLayer
 

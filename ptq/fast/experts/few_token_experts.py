@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ptq.fast import gated_mlp
+from ptq.fast.steps import gated_mlp
 from ptq.layers import changes
 from ptq.layers.linear import Online, QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS

@@ -1,9 +1,9 @@
-"""A router and its experts in one op, for few tokens on the CPU: as a part of a decoder layer (`ptq.fast.cpu_layer`),
-or as the forward of the module whose parts they are.
+"""A router and its experts in one op, for few tokens on the CPU: as a part of a decoder layer
+(`ptq.fast.layers.cpu_layer`), or as the forward of the module whose parts they are.
 
 No family is named. A module that is nothing but a router, `ptq.hf.experts.Experts`, and maybe an MLP that every token
 goes through, with a gate or without one, is tried on random numbers: its router must be one of `ptq.ops.moe_ops`, to
-the bit (`ptq.fast.routers`).
+the bit (`ptq.fast.experts.routers`).
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptq.fast import routers
-from ptq.fast.decoding import MOST_DECODED
-from ptq.fast.fast_experts import MOST_TOKENS, FewTokenExperts, HeldExperts
+from ptq.fast.attention.decoding import MOST_DECODED
+from ptq.fast.experts import routers
+from ptq.fast.experts.few_token_experts import MOST_TOKENS, FewTokenExperts, HeldExperts
 from ptq.fast.trials import PLAIN
 from ptq.fast.watched import Watched, forward_is_ours
 from ptq.layers.linear import QuantLinear
@@ -41,7 +41,7 @@ class HeldMoe:
     wide: bool
     """Whether the router multiplies in float32, whatever its weight is."""
     gives: str
-    """What the module gives besides (`ptq.fast.routers`)."""
+    """What the module gives besides (`ptq.fast.experts.routers`)."""
 
     def __post_init__(self) -> None:
         self.expert_forward = self.cls.forward

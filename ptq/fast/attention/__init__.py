@@ -1,0 +1,1 @@
+"""Attention of prompts and of decoded tokens."""

@@ -1,0 +1,1 @@
+"""Routers and their experts."""

@@ -1,0 +1,1 @@
+"""Whole decoder layers, and several of them, in one call."""
