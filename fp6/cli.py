@@ -65,6 +65,7 @@ def fp6(
     samples: cli_options.Samples = 128,
     sequence_length: cli_options.SequenceLength = None,
     damping: cli_options.Damping = 0.01,
+    sweeps: cli_options.Sweeps = 0,
     gptaq_alpha: cli_options.GptaqAlpha = 0.0,
     seed: cli_options.Seed = 0,
     device: cli_options.Device = "auto",
@@ -81,7 +82,7 @@ def fp6(
 
     recipe = Fp6Recipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        gptaq_alpha=gptaq_alpha, finetune=finetune, finetune_epochs=finetune_epochs, seed=seed,
+        sweeps=sweeps, gptaq_alpha=gptaq_alpha, finetune=finetune, finetune_epochs=finetune_epochs, seed=seed,
         embedding_bits=embedding_bits, skip=tuple(skip or ()),
         widths=tuple(element_for or ()), element=element, group_size=group_size, scale=scale,
         scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,

@@ -50,6 +50,14 @@ FinetuneEpochs = Annotated[
     int, typer.Option(help="Passes over the text, at most: in each turn of a block, and with the whole model.")
 ]
 Damping = Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")]
+Sweeps = Annotated[
+    int,
+    typer.Option(
+        help="After GPTQ or LDLQ: sweeps of coordinate descent, at most; none raises the loss. Above 0, rows of "
+        "integers and small floats have their scales chosen by that loss, too: 4 is closer to the original than 0, and "
+        "takes longer."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What computes.")]
 Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work. Default: OUT.work.")]

@@ -79,6 +79,7 @@ def quarot(
     samples: cli_options.Samples = 128,
     sequence_length: cli_options.SequenceLength = None,
     damping: cli_options.Damping = 0.01,
+    sweeps: cli_options.Sweeps = 0,
     gptaq_alpha: cli_options.GptaqAlpha = 0.0,
     seed: cli_options.Seed = 0,
     device: cli_options.Device = "auto",
@@ -96,7 +97,7 @@ def quarot(
     keys, values = _cache_bits(kv_bits, key_bits, value_bits)
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        gptaq_alpha=gptaq_alpha, finetune=finetune, finetune_epochs=finetune_epochs, seed=seed,
+        sweeps=sweeps, gptaq_alpha=gptaq_alpha, finetune=finetune, finetune_epochs=finetune_epochs, seed=seed,
         embedding_bits=embedding_bits, skip=tuple(skip or ()),
         widths=tuple(bits_for or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
         scale=scale, rotate=rotate, online=online, activation_bits=activation_bits,
@@ -131,7 +132,8 @@ def _refuse_idle(recipe: Any, model: str) -> None:
         fitted = recipe.finetune != "none" or recipe.activation_clip == "search"
         unread = recipe.calibration is None and model != "demo"
         rows = (*(() if fitted else ("samples",)), *(("sequence_length",) if unread else ()))
-        recipe.refuse_idle("with --weight-bits 16", "group_size", "symmetric", "damping", "scale", "gptaq_alpha", *rows)
+        solver = "damping", "sweeps", "gptaq_alpha"
+        recipe.refuse_idle("with --weight-bits 16", "group_size", "symmetric", "scale", *solver, *rows)
     if not recipe.rotate:
         recipe.refuse_idle("with --no-rotate", "online")
 

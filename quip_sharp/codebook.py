@@ -7,7 +7,7 @@
 | 4 | E8P + E8P / 3.5 | 1 / 0.91 | 0.0076 |
 
 With two stages the scales are chosen together, and the search keeps several candidates of the first stage: what is best
-for the first stage alone is not best for the sum. (Tseng et al. 2024, arXiv:2402.04396, section 4.3, choose one after
+for the first stage alone is not best for the sum. (Tseng et al. 2024, arXiv:2402.04396, appendix F.5, choose one after
 the other, for 0.0295 and 0.0096.) Their ratio makes all numbers integers below 128 (`e8p.MULTIPLIERS`).
 """
 

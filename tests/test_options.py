@@ -189,8 +189,8 @@ def test_help_by_its_short_name() -> None:
 SHARED = ["--device", "--work", "--restart", "--plan", "--debug", "--seed"]
 METHOD = [
     *SHARED, "--rounding", "--rotate", "--no-rotate", "--calibration", "--samples", "--sequence-length", "--damping",
-    "--gptaq-alpha", "--finetune", "--finetune-epochs", "--skip", "--report", "--no-report", "--activation-bits",
-    "--embedding-bits",
+    "--gptaq-alpha", "--sweeps", "--finetune", "--finetune-epochs", "--skip", "--report", "--no-report",
+    "--activation-bits", "--embedding-bits",
 ]  # fmt: skip
 OPTIONS = {
     "quarot": [
@@ -198,7 +198,7 @@ OPTIONS = {
         "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks", "--bits-for",
         "--scale",
     ],
-    "quip-sharp": [*METHOD, "--bits", "--bits-for", "--sweeps"],
+    "quip-sharp": [*METHOD, "--bits", "--bits-for"],
     "fp6": [*METHOD, "--element", "--element-for", "--group-size", "--scale", "--scale-search"],
     "prepack": ["--target", "--debug"],
     "export": ["--gguf", "--debug"],
@@ -271,6 +271,7 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--finetune": ("", "--finetune blocks", {"finetune": "blocks"}),
     "--finetune-epochs": ("--finetune blocks", "--finetune-epochs 2", {"finetune_epochs": 2}),
     "--sweeps": ("", "--sweeps 1", {"sweeps": 1}),
+    "fp6 --sweeps": ("--rounding gptq", "--sweeps 1", {"sweeps": 1}),
     "--element": ("", "--element e3m2", {"element": "e3m2"}),
     "--scale": ("", "--scale e8m0", {"scale": "e8m0", "group_size": 32}),
     "quarot --scale": ("--group-size 64", "--scale integer", {"scale": "integer"}),

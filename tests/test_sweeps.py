@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ptq.weights import factor, rounding, sweeps
+from fp6.minifloat import MinifloatGrid
+from ptq.weights import factor, loss_scales, rounding, sweeps
 from ptq.weights.rounding import ldlq, nearest
 from quarot.integer import IntegerGrid
 from quip_sharp.codebook import TRIALS, E8Codebook
@@ -140,7 +141,9 @@ def test_a_hessian_that_is_not_finite(codebook):
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codebook", [E8Codebook(2), E8Codebook(4), IntegerGrid(3, 16), HalfIntegers()])
+@pytest.mark.parametrize(
+    "codebook", [E8Codebook(2), E8Codebook(4), IntegerGrid(3, 16), MinifloatGrid("e2m1", 24), HalfIntegers()]
+)
 @pytest.mark.parametrize("power", [0.5, 1.5])
 def test_a_sweep_never_raises_the_loss_of_a_row(codebook, power, monkeypatch):
     monkeypatch.setattr(sweeps, "COLUMN_BLOCK", 32)
@@ -154,6 +157,19 @@ def test_a_sweep_never_raises_the_loss_of_a_row(codebook, power, monkeypatch):
         assert fallen == pytest.approx(float((before - after).sum()), rel=1e-2, abs=1e-5 * float(before.sum()))
         torch.testing.assert_close(error, problem.wt - problem.decode(codes, scales), rtol=0, atol=1e-6)
     assert float(before.sum()) <= float(damped_loss(problem, problem.wt).sum())
+
+
+@pytest.mark.parametrize("codebook", [IntegerGrid(3, 16), IntegerGrid(2, 0, False), MinifloatGrid("e3m2", 24)])
+def test_a_sweep_over_a_block_is_one_over_its_columns(codebook, monkeypatch):
+    monkeypatch.setattr(sweeps, "COLUMN_BLOCK", 32)
+    w, h = randn(24, 144), hessian(144, 1.0)
+    problem, codes, error, scales = problem_of(w, h, codebook)
+    one, other = (codes.clone(), error.clone()), (codes.clone(), error.clone())
+    fallen = sweeps.sweep(problem, *one, scales)
+    monkeypatch.setattr(sweeps, "_sweep_singles", sweeps._sweep_columns)
+    assert fallen == pytest.approx(sweeps.sweep(problem, *other, scales), rel=1e-3) and fallen > 0
+    assert not torch.equal(one[0], codes)
+    assert float((one[0] != other[0]).float().mean()) < 0.002  # what lies beside the middle of two codes
 
 
 def test_sweeps_lower_the_loss_and_are_counted():
@@ -207,3 +223,56 @@ def test_refit_keeps_what_is_best_and_what_is_nothing():
     assert sweeps.refit(problem, codes, best, 1) is best
     problem, codes, _, zero = problem_of(torch.zeros(16, 64), hessian(64, 1.0), book)
     assert sweeps.refit(problem, codes, zero, 1) is zero
+
+
+# --- scales of rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "codebook",
+    [IntegerGrid(2, 0), IntegerGrid(3, 16), IntegerGrid(3, 16, False), MinifloatGrid("e2m1", 32)],
+    ids=lambda codebook: f"{type(codebook).__name__}-{codebook.group_size}",
+)
+def test_each_row_has_the_scales_that_are_best_for_it(codebook):
+    """Every row by itself, in float64, with every multiple of its scales."""
+    w, h = randn(12, 96), hessian(96, 1.5)
+    problem, _, _, fitted = problem_of(w, h, codebook)
+    found = loss_scales.of_rows(problem, fitted, rounding._feedback)
+    lower, choices = problem.factor.tril().double(), set()
+    for row in range(len(w)):
+        losses = []
+        for multiple in (1.0, *loss_scales.MULTIPLES):
+            scales = {**fitted, "scale": (fitted["scale"] * multiple).bfloat16().float()}
+            error = rounding._feedback(problem, scales)[1][:, row].double()
+            losses.append(float((lower.t() @ error).square().sum() - (problem.added * error.square()).sum()))
+        best = losses.index(min(losses))
+        choices.add(best)
+        wanted = (fitted["scale"][row] * (1.0, *loss_scales.MULTIPLES)[best]).bfloat16().float()
+        assert torch.equal(found["scale"][row], wanted)
+    assert len(choices) > 1 and {*found} == {*fitted}
+
+
+@pytest.mark.parametrize("bits,group_size,most", [(2, 0, 0.94), (3, 0, 0.95), (4, 32, 0.98)])
+def test_sweeps_of_integers_lower_the_loss(bits, group_size, most):
+    w, h, codebook = randn(48, 128), hessian(128, 1.0), IntegerGrid(bits, group_size)
+    usual, found = (ldlq(w, h, codebook, sweeps=count) for count in (0, 4))
+    assert found.loss == pytest.approx(proxy_loss(w, decoded(found, codebook, 128), h), rel=1e-3)
+    assert found.loss < most * usual.loss and found.sweeps and usual.sweeps is None
+
+
+@pytest.mark.parametrize(
+    "codebook", [IntegerGrid(4, 32, scale="integer"), MinifloatGrid("e2m1", 32, "e8m0")], ids=["integer", "e8m0"]
+)
+def test_scales_without_neighbours_stay_as_fitted(codebook):
+    w, h = randn(24, 128), hessian(128, 1.0)
+    found = ldlq(w, h, codebook, sweeps=2)
+    assert torch.equal(found.scales["scale"], codebook.fit(w)["scale"])
+    assert found.loss < ldlq(w, h, codebook).loss
+
+
+def test_energies_are_those_of_columns(monkeypatch):
+    monkeypatch.setattr(factor, "PANEL", 32)
+    h, added, x = hessian(70, 0.5), torch.linspace(0.5, 2, 70), randn(70, 5)
+    lower = torch.linalg.cholesky(h + added.double().diag()).float()
+    wanted = (x.double() * (h @ x.double())).sum(0)
+    torch.testing.assert_close(factor.energies(x, lower, added), wanted, rtol=1e-4, atol=1e-5)

@@ -3,6 +3,8 @@
 Everything works in the place of H, which is as large as all else together in `ptq.weights.rounding`.
 """
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
@@ -94,14 +96,27 @@ def symmetric_rows(
 
 def energy(x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"], added: Float32[Tensor, " k"]) -> float:
     """tr(xᵀ H x) where H + diag(added) = L Lᵀ and L is the lower triangle of `factor`: |Lᵀ x|² less what was added."""
-    total = 0.0
+    return sum(map(squares, _transformed(x, factor))) - float((added * _row_squares(x)).sum())
+
+
+def energies(
+    x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"], added: Float32[Tensor, " k"]
+) -> Float64[Tensor, " r"]:
+    """xᵀ H x of every column of x."""
+    found = -(added[:, None] * x).mul_(x).sum(0, dtype=torch.float64)
+    for y in _transformed(x, factor):
+        found += y.square_().sum(0, dtype=torch.float64)
+    return found
+
+
+def _transformed(x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"]) -> Iterator[Float32[Tensor, "_ r"]]:
+    """Lᵀ x in panels of rows."""
     for i in range(0, len(x), PANEL):
         j = min(i + PANEL, len(x))
         y = product(factor[i:j, i:j].tril().t().contiguous(), x[i:j].contiguous())
         if j < len(x):
             y += product(factor[j:, i:j].t(), x[j:])
-        total += squares(y)
-    return total - float((added * _row_squares(x)).sum())
+        yield y
 
 
 def solve(factor: Float32[Tensor, "k k"], b: Float32[Tensor, "k r"]) -> Float32[Tensor, "k r"]:

@@ -38,6 +38,7 @@ class Grouped:
     """What such grids have in common. Scales are [n, g]."""
 
     group_size: int
+    scale: str
 
     def groups(self, k: int, name: str = "weight") -> int:
         """Groups of a row of k weights. Raises InputError where the group size does not divide k."""
@@ -58,6 +59,12 @@ class Grouped:
         if bad.any():
             raise InputError(f"{name}: NaN or infinity in row {int(bad.nonzero()[0])}; the weight cannot be quantised")
         return scale
+
+    def multiplied(self, scales: Scales, factor: float) -> Scales | None:
+        """As of `ptq.weights.loss_scales.RowScaledCodebook`: of bfloat16 numbers; all others lie too far apart."""
+        if self.scale != "bfloat16":
+            return None
+        return {**scales, "scale": (factor * scales["scale"]).bfloat16().float()}
 
     def transposed(
         self, parts: Sequence[Shaped[Tensor, "n _g"]], columns: Int64[Tensor, " c"]

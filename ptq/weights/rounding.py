@@ -1,6 +1,6 @@
 """The two solvers: `nearest`, and `ldlq` with feedback. GPTQ is `ldlq` with a codebook of dimension 1.
 
-LDLQ (Chee et al. 2023, arXiv:2307.13304, section 3; block form: Tseng et al. 2024, arXiv:2402.04396, section 4.3)
+LDLQ (Chee et al. 2023, arXiv:2307.13304, section 3; block form: Tseng et al. 2024, arXiv:2402.04396, section 4.1)
 minimises tr((W - Ŵ) H (W - Ŵ)ᵀ) one column, or one block of d columns, after the other. With H = L D Lᵀ, L unit lower
 (block) triangular, columns are rounded from the last to the first,
 
@@ -9,8 +9,8 @@ minimises tr((W - Ŵ) H (W - Ŵ)ᵀ) one column, or one block of d columns, afte
 so that (W - Ŵ) L is exactly the matrix of rounding errors of Q, and the loss is the sum of its squares times D. GPTQ's
 updates are the same numbers (same paper, section 5.1), but it takes them from the inverse, with four times the work.
 
-Before, a codebook with one scale for the whole weight (`ScaledCodebook`) has it chosen by the loss of LDLQ itself on
-some rows; behind, sweeps of coordinate descent and a refit of such a scale may lower the loss (`ptq.weights.sweeps`).
+Before, scales may be chosen by the loss of LDLQ itself (`ptq.weights.loss_scales`); behind, sweeps of coordinate
+descent and a refit of a weight's one scale may lower it (`ptq.weights.sweeps`).
 
 Columns are taken in the order of descending diag(H): the heavy ones are rounded first, while the others can still make
 up for their errors. Groups stay what they are, and no order is stored.
@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from ptq.errors import InputError
 from ptq.files.json_numbers import six_digits
 from ptq.ops.matmul import product
+from ptq.weights import loss_scales
 from ptq.weights.factor import factor, solved_rows, squares
 from ptq.weights.formats import BlockCodebook, Codebook, OnePassCodebook, ScaledCodebook, Scales
 from ptq.weights.sweeps import COLUMN_BLOCK, Problem, refit, sweep
@@ -134,8 +135,9 @@ def ldlq(
     every = -(-problem.wt.shape[1] // LOSS_ROWS)
     part = problem.rows(every)
     total, nearest_loss = part.loss(part.wt), part.loss(plain)
-    if isinstance(codebook, ScaledCodebook):
-        scales = _best_scales(part, codebook, scales)
+    scales = loss_scales.of_weight(part, scales, _feedback)
+    if sweeps:
+        scales = loss_scales.of_rows(problem, scales, _feedback)
     codes, error = _feedback(problem, scales)
     scales, done = _improve(problem, codes, error, scales, sweeps, every)
     loss = part.loss(error[:, ::every])
@@ -207,11 +209,6 @@ def _columns(diagonal: Float32[Tensor, " k"], d: int) -> Int64[Tensor, " k"]:
     """Where each column comes from. Rounding goes from the last to the first, so the heavy ones go to the end."""
     blocks = diagonal.view(-1, d).sum(1).argsort(stable=True)
     return (blocks[:, None] * d + torch.arange(d, device=diagonal.device)).flatten()
-
-
-def _best_scales(part: Problem, codebook: ScaledCodebook, scales: Scales) -> Scales:
-    """The scales, among those that the codebook proposes, with which LDLQ of some rows has the least loss."""
-    return min(codebook.trials(scales), key=lambda trial: part.loss(_feedback(part, trial)[1]))
 
 
 def _improve(

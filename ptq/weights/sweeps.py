@@ -1,8 +1,8 @@
 """What can still be gained when LDLQ is done: guarded sweeps of coordinate descent, and the best scale for the codes.
 
 Both lower tr((W - Ŵ) H (W - Ŵ)ᵀ), H with its damping, and neither can raise it: what does not lower it is not taken.
-Sweeps are QuIP#'s (Tseng et al. 2024, arXiv:2402.04396, section 4.3), which accepts every step unchecked: on steep
-Hessians that raises the loss, because a step rounds in the Euclidean norm what counts in that of H.
+Sweeps are those of QuIP#'s code (`quip_tune_iters`; Tseng et al. 2024, arXiv:2402.04396), which accepts every step
+unchecked: on steep Hessians that raises the loss, because a step rounds in the Euclidean norm what counts in that of H.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptq.ops.matmul import product
 from ptq.weights.factor import energy, symmetric_rows
-from ptq.weights.formats import Codebook, ScaledCodebook, Scales
+from ptq.weights.formats import BlockCodebook, Codebook, ScaledCodebook, Scales
 
 COLUMN_BLOCK = 128
 """Columns between two products with H or its factor."""
@@ -60,8 +60,37 @@ def sweep(problem: Problem, codes: Shaped[Tensor, "m n"], error: Float32[Tensor,
         j = min(i + COLUMN_BLOCK, k)
         h = symmetric_rows(problem.factor, problem.diagonal, i, j)
         gradient = product(h, error)
-        fallen += _sweep_columns(problem, codes, error, scales, i, gradient, h[:, i:j])
+        single = problem.codebook.dim == 1 and isinstance(problem.codebook, BlockCodebook)
+        swept = _sweep_singles if single else _sweep_columns
+        fallen += swept(problem, codes, error, scales, i, gradient, h[:, i:j])
     return fallen
+
+
+def _sweep_singles(
+    problem: Problem,
+    codes: Shaped[Tensor, "m n"],
+    error: Float32[Tensor, "k n"],
+    scales: Scales,
+    first: int,
+    gradient: Float32[Tensor, "c n"],
+    h: Float32[Tensor, "c c"],
+) -> float:
+    """`_sweep_columns` for codes of single weights, of which the nearest is the best: a row is kept or not as a whole.
+
+    What is rounded of column j is w_j - e_j + (g_j + sum h_ij (e'_i - e_i)) / h_jj, a sum over the columns i > j whose
+    errors were e and are e' now: LDLQ with another target, and the factor h_ij / h_jj.
+    """
+    assert isinstance(problem.codebook, BlockCodebook)
+    here, diagonal, behind = slice(first, first + len(h)), h.diagonal()[:, None], h.triu(1)
+    w, e, columns = problem.wt[here], error[here], problem.columns[here]
+    target = w - e + (gradient - behind @ e) / diagonal
+    factor = (behind / diagonal).t().contiguous()
+    found, after = problem.codebook.round_block(target, w, factor, scales, columns)
+    step = after - e
+    change = (step * (2 * gradient + h @ step)).sum(0)
+    better = change < 0
+    codes[here], error[here] = torch.where(better, found, codes[here]), torch.where(better, after, e)
+    return -float(torch.where(better, change, 0.0).sum(dtype=torch.float64))
 
 
 def _sweep_columns(

@@ -1,0 +1,56 @@
+"""Scales chosen by the loss of LDLQ itself.
+
+A codebook fits scales to the weight alone. LDLQ rounds something else: the weight plus the feedback of errors behind,
+which is larger, and what is clipped there is fed back again. So of a few scales around those that were fitted, the ones
+with the least loss are taken: for a codebook with one scale, on some rows of the weight; where rows have scales of
+their own, the loss is a sum over rows, and each takes those that are best for itself.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from ptq.weights.factor import energies
+from ptq.weights.formats import Codebook, ScaledCodebook, Scales
+from ptq.weights.sweeps import Problem
+
+MULTIPLES = (0.95, 1.05, 1.1, 1.2)
+"""What is tried beside the fitted scales of rows, in times these."""
+Feedback = Callable[[Problem, Scales], tuple[Tensor, Float32[Tensor, "k n"]]]
+"""LDLQ with given scales: codes, and errors W - Ŵ."""
+
+
+@runtime_checkable
+class RowScaledCodebook(Codebook, Protocol):
+    """A codebook with scales of rows, or of groups of their columns."""
+
+    def multiplied(self, scales: Scales, factor: float) -> Scales | None:
+        """The scales nearest to so many times these; None where scales are too far apart for that."""
+        ...
+
+
+def of_weight(part: Problem, scales: Scales, feedback: Feedback) -> Scales:
+    """The scale with the least loss on some rows, among those that a `ScaledCodebook` proposes; any other codebook's
+    as they are."""
+    if not isinstance(part.codebook, ScaledCodebook):
+        return scales
+    return min(part.codebook.trials(scales), key=lambda trial: part.loss(feedback(part, trial)[1]))
+
+
+def of_rows(problem: Problem, scales: Scales, feedback: Feedback) -> Scales:
+    """The scales of each row with the least loss, of a `RowScaledCodebook`; any other codebook's as they are."""
+    codebook = problem.codebook
+    if not isinstance(codebook, RowScaledCodebook):
+        return scales
+    best, least = scales, None
+    for tried in (scales, *(codebook.multiplied(scales, factor) for factor in MULTIPLES)):
+        if tried is None:
+            return scales
+        loss = energies(feedback(problem, tried)[1], problem.factor, problem.added)
+        better = torch.ones_like(loss, dtype=torch.bool) if least is None else loss < least
+        best = {part: torch.where(better[:, None], tried[part], best[part]) for part in best}
+        least = loss if least is None else torch.minimum(loss, least)
+    return best
