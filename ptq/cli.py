@@ -164,12 +164,21 @@ def _quality(model: str, recipe: Recipe, result: "Result") -> str:
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
         lost = "" if result.kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
+        if (result.original_perplexity or 0) > _vocabulary(result.out):
+            lost = "; warning: the original predicts this text worse than chance does, so this says nothing"
         return f"on a few rows of {result.text}: {loss(result)}{lost}{more}"
     if not companions.has_tokenizer(result.out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
         )
     return f"its quality was not measured, for want of text: `quantize verify {places} --text FILE` does"
+
+
+def _vocabulary(out: Path) -> int:
+    """How many tokens the model of a result knows."""
+    from ptq.hf.loading import load_config
+
+    return load_config(str(out)).get_text_config().vocab_size
 
 
 def loss(result: "Result") -> str:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GemmaConfig, LlamaConfig
 from ptq.commands import verify
 from ptq.demo import demo_path
 from ptq.errors import InputError
-from ptq.pipeline import pipeline, token_rows
+from ptq.pipeline import pipeline, probe_size, token_rows
 from ptq.statistics import calibration
 from ptq.statistics.calibration import bos_of, fingerprint, load_rows
 from quarot.plan import QuarotRecipe
@@ -108,7 +108,7 @@ def test_the_probe_is_rows_that_gptq_does_not_see(tiny, calibration_text, sample
     recipe = QuarotRecipe(calibration=str(calibration_text), samples=samples, sequence_length=64, rounding=rounding)
     target = pipeline.plan(str(tiny), recipe)
     rows, probe = token_rows.choose(target.plan, target.config, recipe, tiny)
-    assert probe.shape[1] == 64 and 2 <= len(probe) <= token_rows.PROBE_ROWS
+    assert probe.shape[1] == 64 and 2 <= len(probe) <= probe_size.ROWS
     assert (rows is None) == (rounding == "nearest")
     if rows is not None:
         assert rows.shape == (samples, 64)

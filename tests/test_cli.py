@@ -189,7 +189,8 @@ def test_what_a_late_refusal_leaves_is_named(tiny: Path, tmp_path: Path) -> None
     assert "What was done" not in again.stderr
 
 
-def test_a_model_that_has_lost_much_is_told() -> None:
+def test_a_model_that_has_lost_much_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_vocabulary", lambda out: 512)
     recipe = QuarotRecipe(calibration="a.txt")
 
     def result(kl: float, error: float | None = None) -> Result:
@@ -207,6 +208,10 @@ def test_a_model_that_has_lost_much_is_told() -> None:
     assert "more than twice the perplexity; warning" in lost
     far = replace(result(1.05), perplexity=6.0, original_perplexity=4.0)
     assert "perplexity 4.000 to 6.000 (+50.0%); warning" in cli._quality("MODEL", recipe, far)
+    unread = replace(result(0.0), perplexity=612.0, original_perplexity=600.0)
+    assert "(+2.0%); warning: the original predicts this text worse than chance" in cli._quality(
+        "MODEL", recipe, unread
+    )
 
 
 def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ptq.models.families import FAMILIES
 from ptq.models.model_shape import shape_of
 from ptq.pipeline import needs, pipeline, preflight
 from ptq.pipeline.needs import Estimate
+from ptq.pipeline.probe import Probe
 from ptq.reporting.sizes import size_text
 from ptq.statistics import chunks, clip_search
 from quarot.plan import QuarotRecipe, plan
@@ -170,7 +171,7 @@ def test_another_work_folder_is_no_help_where_the_result_is_too_large(
 def test_a_run_without_statistics_needs_a_work_folder_too(tiny: Path) -> None:
     recipe = Fp6Recipe()
     needed = pipeline.estimate(pipeline.plan(str(tiny), recipe), str(tiny), recipe)
-    assert needed.work == needs.MARK_BYTES * 15
+    assert 0 < needed.work - needs.MARK_BYTES * 15 < 1 << 12  # the probe: four tokens
 
 
 def test_what_a_run_before_has_left_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,3 +278,33 @@ def test_the_limit_of_a_container_counts(
         stat.write_text(f"anon {GIB}\nactive_file {GIB // 2}\ninactive_file {GIB // 2}\ntotal_inactive_file {GIB}\n")
     more = GIB if 0 < free < 64 else 0
     assert preflight.free_memory.available() == free * GIB + more
+
+
+def test_the_logits_of_the_probe_are_in_memory(tmp_path: Path) -> None:
+    """A row of them in three models, in float64; without text there are only four tokens."""
+    found = {}
+    for text in (None, "a.txt"):
+        folder = str(save_model(tmp_path / str(text), vocab_size=64000, max_position_embeddings=256))
+        recipe = Fp6Recipe(calibration=text, sequence_length=256)
+        found[text] = pipeline.estimate(pipeline.plan(folder, recipe), folder, recipe).memory
+    assert 50 < (found["a.txt"] - found[None]) / (64000 * 131) < 150  # as many tokens as probe rows have there
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_the_states_of_the_probe_are_on_disk(text: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate is what the files take together, up to their headers."""
+    model, words = save_model(tmp_path / "model"), tmp_path / "words.txt"
+    words.write_text("some words of a text and others " * 2000)
+    recipe = Fp6Recipe(calibration=str(words) if text else None)
+    largest, write = [0], Probe.write
+
+    def written(probe: Probe, *given: Any) -> None:
+        kept = sum(file.stat().st_size for file in (probe.work / "probe").iterdir())
+        write(probe, *given)
+        largest.append(kept + probe._file(given[0] + 1).stat().st_size)
+
+    monkeypatch.setattr(Probe, "write", written)
+    needed = pipeline.estimate(pipeline.plan(str(model), recipe), str(model), recipe)
+    ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
+    states = needed.work - needs.MARK_BYTES * 15
+    assert 0 < states <= max(largest) <= 1.3 * states + 4096

@@ -93,6 +93,15 @@ def test_a_full_disk_is_a_run_error(tmp_path, monkeypatch, call):
     assert (tmp_path / "x").read_bytes() == b"old" and os.listdir(tmp_path) == ["x"]
 
 
+def test_a_limit_on_the_size_of_files_is_told_as_such(tmp_path, monkeypatch):
+    def refuse(*given):
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RunError, match=r"File too large; \d+ are free\); raise the limit .*ulimit -f.* again$"):
+        write_bytes(tmp_path / "x", b"twelve bytes")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_write_that_the_kernel_refuses(tmp_path, monkeypatch):
     """The real error, from a device that is always full, through the same path as a temporary file."""

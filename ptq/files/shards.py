@@ -6,6 +6,7 @@ to disk before they are renamed; work files are not, so after a power cut a run 
 than continued.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -34,9 +35,12 @@ def _write_error(path: Path, nbytes: int, error: OSError) -> RunError:
         free = f"{shutil.disk_usage(path.parent).free} are free"
     except OSError:
         free = "the free space is unknown"
+    remedy = "free some space or fix the folder"
+    if error.errno == errno.EFBIG:
+        remedy = "raise the limit on the size of a file (`ulimit -f`, or that of the file system)"
     return RunError(
-        f"{path}: writing {nbytes} bytes failed ({error.strerror or error}; {free}); "
-        "free some space or fix the folder and run the same command again"
+        f"{path}: writing {nbytes} bytes failed ({error.strerror or error}; {free}); {remedy} and run the same command "
+        "again"
     )
 
 

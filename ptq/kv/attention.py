@@ -13,6 +13,7 @@ The same codes are seen on every way: a plain tensor goes through the ops that f
 
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -264,6 +265,12 @@ def _before_forward(arguments: list[str], body: Any, args: tuple[Any, ...], kwar
         if isinstance(mask, dict):  # by kind of attention, as `generate` makes it for a static cache
             mask = next(iter(mask.values()))
         cache.begin_rows(mask)
+    elif cache is not None and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"ptq: the cache that was given, a {type(cache).__name__}, holds what the model's codes stand for, and not "
+            "in few bits; without it, the model makes one that holds the codes",
+            stacklevel=2,
+        )
     return (), kwargs
 
 

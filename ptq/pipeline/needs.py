@@ -10,7 +10,7 @@ import torch
 from ptq.layers.packed_weight import guard
 from ptq.models.model_shape import ModelShape
 from ptq.ops import matmul
-from ptq.pipeline import finetune
+from ptq.pipeline import finetune, probe_size
 from ptq.pipeline.finetune_full import LOGITS
 from ptq.planning.plan import LinearPlan, Plan, weights_of
 from ptq.planning.rotations import mlp_widths
@@ -20,6 +20,7 @@ from ptq.statistics import clip_search
 from ptq.statistics.chunks import CHUNK_TOKENS
 from ptq.statistics.clip_search import is_searched
 from ptq.statistics.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
+from ptq.weights.loss_scales import MULTIPLES
 
 ELEMENT_RATE = 5e8
 """Numbers per second and core that training goes through outside of matrix products, there and back."""
@@ -29,6 +30,8 @@ BASE_MEMORY = 500 << 20
 """Bytes that Python, torch and transformers take before any weight is read."""
 ENDS_SHARE = 0.3
 """Share of the result above which it is said what embedding and head take."""
+LOGIT_BYTES = 96
+"""For a logit of a probe row while three models are compared, in float64."""
 MARK_BYTES = 8192
 """What the work folder holds of a linear beside its statistics, on disk: a mark, and what its report says."""
 STREAM_RATE = 60e6
@@ -108,9 +111,22 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
     if needs_text(plan, recipe) or recipe.calibration is not None:
         needs += _Cost(memory=_mixing(block, shape, length))
     packed = sum(_packed_bytes(linear, sizes) for linear in plan.linears)
-    work = needs.disk + MARK_BYTES * len(plan.linears)
-    made = Estimate(seconds, BASE_MEMORY + needs.memory, work, packed, _plain_ends(plan, sizes))
+    probe = _probing(shape, recipe, length)
+    work = needs.disk + probe.disk + MARK_BYTES * len(plan.linears)
+    memory = BASE_MEMORY + max(needs.memory, probe.memory)
+    made = Estimate(seconds, memory, work, packed, _plain_ends(plan, sizes))
     return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
+
+
+def _probing(shape: ModelShape, recipe: Recipe, length: int) -> _Cost:
+    """The probe: states of three models in front of the first block, of another and behind it are on disk; at the end
+    the logits of a row, and the head of two models, are in memory."""
+    text = recipe.calibration is not None
+    tokens = min(length, probe_size.length(shape.vocab)) if text else probe_size.RANDOM_TOKENS
+    return _Cost(
+        memory=shape.vocab * (LOGIT_BYTES * tokens + 2 * 4 * shape.hidden),
+        disk=3 * 3 * 4 * (probe_size.ROWS if text else 1) * tokens * shape.state,
+    )
 
 
 def _calibrating(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length: int) -> _Cost:
@@ -132,7 +148,8 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
     inputs = {linear.statistics: linear.k for linear in block if linear.statistics}
     hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
     square = sum(share_of_tokens(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
-    solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
+    tried = len(MULTIPLES) + 1 + recipe.sweeps if recipe.sweeps else 0  # as if every linear had scales of its rows
+    solve = sum((1 + tried) * linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
     found = _Cost(passes=tokens * (2 * _active(block, shape) + square), others=2.0 * solve)
     crossed = {x.statistics: x.k for x in block if x.statistics and x.expert is None and recipe.gptaq_alpha}
     if crossed:  # the rows of another model, its products, and the cross moments of both

@@ -11,21 +11,13 @@ from transformers import PreTrainedConfig
 from ptq.errors import InputError
 from ptq.hf.loading import load_tokenizer
 from ptq.models.model_shape import shape_of
+from ptq.pipeline import probe_size
 from ptq.pipeline.finetune import HELD_OUT
 from ptq.pipeline.needs import needs_hessians, needs_text
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
 from ptq.statistics import calibration
 from ptq.statistics.clip_search import is_searched
-
-PROBE_ROWS, PROBE_LENGTH = 4, 256
-"""Rows of text, of at most so many tokens."""
-PROBE_LOGITS = 1 << 23
-"""Most logits of a probe row: rows are shorter where the vocabulary is large."""
-LEAST_TOKENS = 16
-"""Tokens of a probe row of text, however large the vocabulary."""
-RANDOM_TOKENS = 4
-"""The probe where there is no text: at most `matmul.FEW_TOKENS`."""
 
 
 def choose(
@@ -41,24 +33,26 @@ def choose(
         if needed:
             raise InputError(_without_text(plan, recipe))
         generator = torch.Generator().manual_seed(recipe.seed)
-        return None, torch.randint(vocab, (1, RANDOM_TOKENS), generator=generator)
+        return None, torch.randint(vocab, (1, probe_size.RANDOM_TOKENS), generator=generator)
     if plan.finetune != "none" and recipe.samples < HELD_OUT:
         raise InputError(
             f"--finetune needs at least {HELD_OUT} calibration rows, so that some can be held out; found "
             f"--samples {recipe.samples}"
         )
     assert recipe.sequence_length is not None
-    length = recipe.sequence_length if needed else min(recipe.sequence_length, PROBE_LENGTH)
-    samples, others = (recipe.samples, PROBE_ROWS) if needed else (1, 2 * PROBE_ROWS - 1)  # a short text can be probed
+    length = recipe.sequence_length if needed else min(recipe.sequence_length, probe_size.LENGTH)
+    samples, others = (
+        (recipe.samples, probe_size.ROWS) if needed else (1, 2 * probe_size.ROWS - 1)
+    )  # a short text can be probed
     tokenizer = load_tokenizer(model)
     bos = calibration.bos_of(tokenizer, config)
     rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, others, bos)
     if int(rows.max()) >= vocab:
         raise InputError(f"{model}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
-    probe = rows[-PROBE_ROWS:]
+    probe = rows[-probe_size.ROWS :]
     if needed:
-        probe = rows[samples:] if len(rows) > samples else rows[:PROBE_ROWS]
-    return rows[:samples] if needed else None, probe[:, : _probe_length(vocab)].contiguous()
+        probe = rows[samples:] if len(rows) > samples else rows[: probe_size.ROWS]
+    return rows[:samples] if needed else None, probe[:, : probe_size.length(vocab)].contiguous()
 
 
 def are_fitted(rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor, "rows p"]) -> bool:
@@ -82,8 +76,3 @@ def _without_text(plan: Plan, recipe: Recipe) -> str:
         f"{reader} needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub dataset), "
         f"or {' and '.join(ways)}"
     )
-
-
-def _probe_length(vocab: int) -> int:
-    """Tokens of a probe row: its logits in three models are compared in float64."""
-    return max(LEAST_TOKENS, min(PROBE_LENGTH, PROBE_LOGITS // vocab))
