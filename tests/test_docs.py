@@ -13,7 +13,7 @@ from ptq.methods import METHODS
 from ptq.models.families import FAMILIES
 from ptq.models.family import ExpertNames, Family, Mixer
 from ptq.weights import formats
-from ptq.weights.formats import Choice, Codebook, Format, IntegerInput, ScaledCodebook
+from ptq.weights.formats import Choice, Codebook, Format, IntegerInput, RowScaledCodebook, ScaledCodebook
 from ptq.weights.rounding import nearest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ def page(name: str) -> str:
 
 
 def test_methods_of_a_codebook_and_a_format_have_these_arguments():
-    protocols = (Codebook, ScaledCodebook, Format, Choice, IntegerInput)
+    protocols = (Codebook, ScaledCodebook, RowScaledCodebook, Format, Choice, IntegerInput)
     found = re.findall(r"`(\w+)\(([\w, *=.]*)\)`", page("add-a-codebook").partition("## An example")[0])
     checked = 0
     for name, arguments in found:
@@ -43,7 +43,7 @@ def test_methods_of_a_codebook_and_a_format_have_these_arguments():
                 named = [each.strip().removesuffix("=...") for each in arguments.split(",") if each.strip(" *")]
                 assert named == expected or named == [e for e in expected if e != "name"], f"{name}({arguments})"
                 checked += 1
-    assert checked >= 12
+    assert checked >= 13
 
 
 # --- every name on every page exists ----------------------------------------------------------------------------------

@@ -85,6 +85,16 @@ class ScaledCodebook(Codebook, Protocol):
 
 
 @runtime_checkable
+class RowScaledCodebook(Codebook, Protocol):
+    """A codebook with scales of rows, or of groups of their columns. With sweeps, `rounding.ldlq` then chooses those of
+    each row by the loss itself."""
+
+    def multiplied(self, scales: Scales, factor: float) -> Scales | None:
+        """The scales nearest to so many times these; None where scales are too far apart for that."""
+        ...
+
+
+@runtime_checkable
 class OnePassCodebook(Codebook, Protocol):
     """A codebook that fits, rounds and measures in one pass over a weight."""
 

@@ -61,7 +61,7 @@ class Grouped:
         return scale
 
     def multiplied(self, scales: Scales, factor: float) -> Scales | None:
-        """As of `ptq.weights.loss_scales.RowScaledCodebook`: of bfloat16 numbers; all others lie too far apart."""
+        """As of `ptq.weights.formats.RowScaledCodebook`: of bfloat16 numbers; all others lie too far apart."""
         if self.scale != "bfloat16":
             return None
         return {**scales, "scale": (factor * scales["scale"]).bfloat16().float()}

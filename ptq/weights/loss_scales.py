@@ -7,29 +7,19 @@ their own, the loss is a sum over rows, and each takes those that are best for i
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float32
 from torch import Tensor
 
 from ptq.weights.factor import energies
-from ptq.weights.formats import Codebook, ScaledCodebook, Scales
+from ptq.weights.formats import RowScaledCodebook, ScaledCodebook, Scales
 from ptq.weights.sweeps import Problem
 
 MULTIPLES = (0.95, 1.05, 1.1, 1.2)
 """What is tried beside the fitted scales of rows, in times these."""
 Feedback = Callable[[Problem, Scales], tuple[Tensor, Float32[Tensor, "k n"]]]
 """LDLQ with given scales: codes, and errors W - Ŵ."""
-
-
-@runtime_checkable
-class RowScaledCodebook(Codebook, Protocol):
-    """A codebook with scales of rows, or of groups of their columns."""
-
-    def multiplied(self, scales: Scales, factor: float) -> Scales | None:
-        """The scales nearest to so many times these; None where scales are too far apart for that."""
-        ...
 
 
 def of_weight(part: Problem, scales: Scales, feedback: Feedback) -> Scales:
