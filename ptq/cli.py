@@ -1,4 +1,4 @@
-"""The `quantize` command. Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input, 130 interrupted.
+"""The `quantize` command. Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input, 128 + n at signal n.
 
 What needs torch or transformers is imported by the command that needs it, for both take seconds: `--help` and a
 mistyped option are answered without them.
@@ -34,7 +34,7 @@ app = typer.Typer(
     cls=Commands,
     help="Make a trained language model small: one command, a packed checkpoint that transformers loads.",
     epilog="To begin: quantize fp6 MODEL OUT. The options of a command: quantize COMMAND --help. Exit codes: 0 done, "
-    "1 the run failed, 2 wrong usage or bad input, 130 interrupted.",
+    "1 the run failed, 2 wrong usage or bad input, 130 interrupted, 143 terminated.",
     add_completion=False,
     rich_markup_mode=None,  # its table of options leaves their help a column of twenty letters in 80
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -164,8 +164,8 @@ def _quality(model: str, recipe: Recipe, result: "Result") -> str:
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
         lost = "" if result.kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
-        if (result.original_perplexity or 0) > _vocabulary(result.out):
-            lost = "; warning: the original predicts this text worse than chance does, so this says nothing"
+        if result.original_perplexity and result.original_perplexity > _vocabulary(result.out):
+            lost += "; warning: the original predicts this text worse than chance does, so this says little"
         return f"on a few rows of {result.text}: {loss(result)}{lost}{more}"
     if not companions.has_tokenizer(result.out):
         return (

@@ -24,7 +24,9 @@ Dtype = Annotated[
 
 Text = Annotated[
     Path | None,
-    typer.Option(help="FILE.txt or FILE.jsonl to predict, in UTF-8. This or --dataset is needed, but for demo."),
+    typer.Option(
+        help="FILE.txt or FILE.jsonl to predict, in UTF-8. This or --dataset is needed, but for the model `demo`."
+    ),
 ]
 Dataset = Annotated[Literal["wikitext2"] | None, typer.Option(help="A text from the hub.")]
 Context = Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's limit.")]

@@ -53,9 +53,8 @@ Damping = Annotated[float, typer.Option(help="Share of the Hessian's mean diagon
 Sweeps = Annotated[
     int,
     typer.Option(
-        help="After GPTQ or LDLQ: sweeps of coordinate descent, at most; none raises the loss. Above 0, rows of "
-        "integers and small floats have their scales chosen by that loss, too: 4 is closer to the original than 0, and "
-        "takes longer."
+        help="After GPTQ: sweeps of coordinate descent, at most; none raises the loss. Above 0, bfloat16 scales are "
+        "chosen by that loss, too: 4 is closer to the original than 0, and takes longer."
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]

@@ -57,8 +57,8 @@ class Recipe:
     damping: float = 0.01
     """Added to the Hessian's diagonal, as a share of its mean."""
     sweeps: int = 0
-    """At most so many sweeps of coordinate descent after LDLQ (`ptq.weights.sweeps`); above 0, scales of rows are
-    chosen by its loss, too (`ptq.weights.loss_scales`)."""
+    """At most so many sweeps of coordinate descent after LDLQ (`ptq.weights.sweeps`); above 0, bfloat16
+    scales of rows are chosen by its loss, too (`ptq.weights.loss_scales`)."""
     gptaq_alpha: float = 0.0
     """Share of what earlier rounding did to the input of a linear that its weight makes up for before it is rounded
     (GPTAQ's alpha, `ptq.statistics.inputs`); 0: none. Not for linears of experts."""

@@ -35,7 +35,9 @@ def quip_sharp(
     sequence_length: cli_options.SequenceLength = None,
     damping: cli_options.Damping = 0.01,
     gptaq_alpha: cli_options.GptaqAlpha = 0.0,
-    sweeps: cli_options.Sweeps = 4,
+    sweeps: Annotated[
+        int, typer.Option(help="Sweeps of coordinate descent after LDLQ, at most; none raises the loss.")
+    ] = 4,
     seed: cli_options.Seed = 0,
     device: cli_options.Device = "auto",
     work: cli_options.Work = None,

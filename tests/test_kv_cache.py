@@ -149,7 +149,7 @@ def test_no_cache_own_cache_and_any_steps_agree(model_type: str, name: str) -> N
         found, cache = in_steps(model, ids, steps)
         assert isinstance(cache, PackedCache) and cache.get_seq_length() == 40
         close(found, wanted)
-    with pytest.warns(UserWarning, match="a DynamicCache, holds what the model's codes stand for"):
+    with pytest.warns(UserWarning, match="a DynamicCache, holds keys and values as numbers"):
         close(in_steps(model, ids, [10, 1, 29], DynamicCache(config=model.config))[0], wanted)
     close(in_steps(model, ids, [10, 1, 29], PackedCache(model.config, SETTINGS[name], 40))[0], wanted)
 
@@ -195,7 +195,7 @@ def test_sliding_windows(model_type: str, window: int) -> None:
     wide = logits(model_of(FOUR, model_type, sliding_window=128, **kinds), ids)
     assert (wanted - wide).abs().max() > 1e-3 or window == 64
     close(in_steps(model, ids, [10, 1, 1, 20, 8])[0], wanted)
-    with pytest.warns(UserWarning, match="a DynamicCache, holds what the model's codes stand for"):
+    with pytest.warns(UserWarning, match="a DynamicCache, holds keys and values as numbers"):
         close(in_steps(model, ids, [10, 1, 1, 20, 8], DynamicCache(config=model.config))[0], wanted)
 
 
@@ -362,7 +362,7 @@ def test_layers_are_those_of_the_cache_class() -> None:
         cache.layers[0].offload()
 
 
-@pytest.mark.filterwarnings("ignore:ptq. the cache that was given")
+@pytest.mark.filterwarnings("ignore:ptq. this cache, a")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_gradient_is_refused_not_forgotten() -> None:
     """Without keys and values it would be wrong; forward passes alone are as without gradients, and can be copied."""

@@ -47,7 +47,7 @@ def test_no_name_of_ours_is_an_old_one() -> None:
         model(ids[:, 1:2], **{CACHE: model(ids)[CACHE]})
 
 
-@pytest.mark.filterwarnings("ignore:ptq. the cache that was given")
+@pytest.mark.filterwarnings("ignore:ptq. this cache, a")
 def test_static_and_chunked_generate_the_same() -> None:
     model = model_of(MIXED)
     ids = tokens(2, 20)

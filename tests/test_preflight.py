@@ -280,8 +280,8 @@ def test_the_limit_of_a_container_counts(
     assert preflight.free_memory.available() == free * GIB + more
 
 
-def test_the_logits_of_the_probe_are_in_memory(tmp_path: Path) -> None:
-    """A row of them in three models, in float64; without text there are only four tokens."""
+def test_the_memory_of_logits_grows_with_the_tokens_of_a_probe_row(tmp_path: Path) -> None:
+    """Without text there are only four."""
     found = {}
     for text in (None, "a.txt"):
         folder = str(save_model(tmp_path / str(text), vocab_size=64000, max_position_embeddings=256))

@@ -270,6 +270,24 @@ def test_scales_without_neighbours_stay_as_fitted(codebook):
     assert found.loss < ldlq(w, h, codebook).loss
 
 
+def test_multiples_that_give_no_loss_are_not_taken(monkeypatch):
+    """Nor is another one where all are as good."""
+    w, h = randn(8, 64), hessian(64, 1.0)
+    w[3] = 0
+    problem, _, _, fitted = problem_of(w, h, IntegerGrid(3, 16))
+    usual, calls = loss_scales.energies, []
+
+    def overflowing(*given):
+        calls.append(1)
+        return usual(*given) * (torch.nan if len(calls) > 1 else 1)
+
+    found = loss_scales.of_rows(problem, fitted, rounding._feedback)
+    assert not torch.equal(found["scale"], fitted["scale"]) and torch.equal(found["scale"][3], fitted["scale"][3])
+    monkeypatch.setattr(loss_scales, "energies", overflowing)
+    found = loss_scales.of_rows(problem, fitted, rounding._feedback)
+    assert torch.equal(found["scale"], fitted["scale"]) and len(calls) == 1 + len(loss_scales.MULTIPLES)
+
+
 def test_energies_are_those_of_columns(monkeypatch):
     monkeypatch.setattr(factor, "PANEL", 32)
     h, added, x = hessian(70, 0.5), torch.linspace(0.5, 2, 70), randn(70, 5)

@@ -267,9 +267,9 @@ def _before_forward(arguments: list[str], body: Any, args: tuple[Any, ...], kwar
         cache.begin_rows(mask)
     elif cache is not None and not torch.compiler.is_compiling():
         warnings.warn(
-            f"ptq: the cache that was given, a {type(cache).__name__}, holds what the model's codes stand for, and not "
-            "in few bits; without it, the model makes one that holds the codes",
-            stacklevel=2,
+            f"ptq: this cache, a {type(cache).__name__}, holds keys and values as numbers; where none is given, the "
+            "model makes one that holds them in few bits",
+            stacklevel=2,  # a line of torch's, so that it is said once
         )
     return (), kwargs
 

@@ -20,6 +20,7 @@ from ptq.statistics import clip_search
 from ptq.statistics.chunks import CHUNK_TOKENS
 from ptq.statistics.clip_search import is_searched
 from ptq.statistics.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
+from ptq.weights.formats import RowScaledCodebook
 from ptq.weights.loss_scales import MULTIPLES
 
 ELEMENT_RATE = 5e8
@@ -148,8 +149,8 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
     inputs = {linear.statistics: linear.k for linear in block if linear.statistics}
     hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
     square = sum(share_of_tokens(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
-    tried = len(MULTIPLES) + 1 + recipe.sweeps if recipe.sweeps else 0  # as if every linear had scales of its rows
-    solve = sum((1 + tried) * linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
+    solve = sum(_passes(linear, recipe) * linear.n * linear.k**2 for linear in block)
+    solve += sum(k**3 for k in inputs.values())
     found = _Cost(passes=tokens * (2 * _active(block, shape) + square), others=2.0 * solve)
     crossed = {x.statistics: x.k for x in block if x.statistics and x.expert is None and recipe.gptaq_alpha}
     if crossed:  # the rows of another model, its products, and the cross moments of both
@@ -165,6 +166,13 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
     solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.weights for x in block)
     parts = 1 + max(1, min(MAX_PARTS, tokens // (max(length, CHUNK_TOKENS) * PART_CHUNKS)))
     return found + _Cost(memory=max(hessians, solver), disk=parts * hessians)
+
+
+def _passes(linear: LinearPlan, recipe: Recipe) -> int:
+    """How often rounding goes through a weight: once, in every sweep, and with all scales that are tried on rows."""
+    codebook = linear.format.codebook if linear.format is not None else None
+    tried = 1 + len(MULTIPLES) if recipe.sweeps and isinstance(codebook, RowScaledCodebook) else 0
+    return 1 + recipe.sweeps + tried
 
 
 def _active(block: list[LinearPlan], shape: ModelShape) -> float:

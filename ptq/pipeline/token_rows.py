@@ -41,9 +41,9 @@ def choose(
         )
     assert recipe.sequence_length is not None
     length = recipe.sequence_length if needed else min(recipe.sequence_length, probe_size.LENGTH)
-    samples, others = (
-        (recipe.samples, probe_size.ROWS) if needed else (1, 2 * probe_size.ROWS - 1)
-    )  # a short text can be probed
+    samples, others = recipe.samples, probe_size.ROWS
+    if not needed:
+        samples, others = 1, 2 * probe_size.ROWS - 1  # a short text can be probed
     tokenizer = load_tokenizer(model)
     bos = calibration.bos_of(tokenizer, config)
     rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, others, bos)

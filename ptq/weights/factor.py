@@ -13,7 +13,7 @@ from ptq.errors import InputError
 from ptq.ops.matmul import product
 
 PANEL = 1024
-"""Columns between two products in `cholesky` and `energy`."""
+"""Columns between two products in `cholesky`, `energy` and `energies`."""
 MAX_DAMPING = 10.0
 """No factor is tried with more."""
 
@@ -103,9 +103,11 @@ def energies(
     x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"], added: Float32[Tensor, " k"]
 ) -> Float64[Tensor, " r"]:
     """xᵀ H x of every column of x."""
-    found = -(added[:, None] * x).mul_(x).sum(0, dtype=torch.float64)
-    for y in _transformed(x, factor):
-        found += y.square_().sum(0, dtype=torch.float64)
+    found = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    for i, y in enumerate(_transformed(x, factor)):
+        panel = slice(i * PANEL, (i + 1) * PANEL)
+        put_in = torch.linalg.vector_norm(x[panel] * added[panel, None].sqrt(), dim=0)
+        found += torch.linalg.vector_norm(y, dim=0).double().square() - put_in.double().square()
     return found
 
 

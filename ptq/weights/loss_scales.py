@@ -35,12 +35,11 @@ def of_rows(problem: Problem, scales: Scales, feedback: Feedback) -> Scales:
     codebook = problem.codebook
     if not isinstance(codebook, RowScaledCodebook):
         return scales
-    best, least = scales, None
-    for tried in (scales, *(codebook.multiplied(scales, factor) for factor in MULTIPLES)):
-        if tried is None:
-            return scales
-        loss = energies(feedback(problem, tried)[1], problem.factor, problem.added)
-        better = torch.ones_like(loss, dtype=torch.bool) if least is None else loss < least
-        best = {part: torch.where(better[:, None], tried[part], best[part]) for part in best}
-        least = loss if least is None else torch.minimum(loss, least)
-    return best
+    multiples = [codebook.multiplied(scales, factor) for factor in MULTIPLES]
+    tried = [scales, *(each for each in multiples if each is not None)]
+    if len(tried) == 1:
+        return scales
+    losses = torch.stack([energies(feedback(problem, each)[1], problem.factor, problem.added) for each in tried])
+    best = losses.nan_to_num(nan=torch.inf).argmin(0)  # where all are as good, what was fitted
+    rows = torch.arange(len(best), device=best.device)
+    return {part: torch.stack([each[part] for each in tried])[best, rows] for part in scales}

@@ -118,8 +118,9 @@ def ldlq(
 
     `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
     factor. Channels with diag(H) = 0 neither give nor receive feedback. `sweeps`: the most sweeps of coordinate descent
-    that follow. With a `drift`, some share of W sum (x - x̂) x̂ᵀ where H is that of x̂, it is W + drift (H + damping)⁻¹
-    that is rounded, and that errors and losses are relative to; `drift` is overwritten.
+    that follow; above 0, scales of rows are chosen by the loss, too. With a `drift`, some share of W sum (x - x̂) x̂ᵀ
+    where H is that of x̂, it is W + drift (H + damping)⁻¹ that is rounded, and that errors and losses are relative to;
+    `drift` is overwritten.
     The result is that of nearest rounding where this has the smaller loss and, with a warning and a note, where H has
     NaN or infinity. A float32 `h` is overwritten by its factor. Needs memory for two more [n, k], with a drift three.
     Raises InputError, naming `name`, where W is not finite, H does not fit W or is far from positive semidefinite.

@@ -56,13 +56,13 @@ def sweep(problem: Problem, codes: Shaped[Tensor, "m n"], error: Float32[Tensor,
     """Once over all blocks of d columns: each is rounded anew, given all others, and kept where the loss of its row
     falls. `codes` and `error` = W - Ŵ change in place. Returns by how much the loss (with damping) fell."""
     k, fallen = len(error), 0.0
+    single = problem.codebook.dim == 1 and isinstance(problem.codebook, BlockCodebook)
+    sweep_columns = _sweep_singles if single else _sweep_columns
     for i in reversed(range(0, k, COLUMN_BLOCK)):
         j = min(i + COLUMN_BLOCK, k)
         h = symmetric_rows(problem.factor, problem.diagonal, i, j)
         gradient = product(h, error)
-        single = problem.codebook.dim == 1 and isinstance(problem.codebook, BlockCodebook)
-        swept = _sweep_singles if single else _sweep_columns
-        fallen += swept(problem, codes, error, scales, i, gradient, h[:, i:j])
+        fallen += sweep_columns(problem, codes, error, scales, i, gradient, h[:, i:j])
     return fallen
 
 
@@ -83,11 +83,11 @@ def _sweep_singles(
     assert isinstance(problem.codebook, BlockCodebook)
     here, diagonal, behind = slice(first, first + len(h)), h.diagonal()[:, None], h.triu(1)
     w, e, columns = problem.wt[here], error[here], problem.columns[here]
-    target = w - e + (gradient - behind @ e) / diagonal
+    target = w - e + (gradient - product(behind, e.contiguous())) / diagonal
     factor = (behind / diagonal).t().contiguous()
     found, after = problem.codebook.round_block(target, w, factor, scales, columns)
     step = after - e
-    change = (step * (2 * gradient + h @ step)).sum(0)
+    change = (step * (2 * gradient + product(h, step))).sum(0)
     better = change < 0
     codes[here], error[here] = torch.where(better, found, codes[here]), torch.where(better, after, e)
     return -float(torch.where(better, change, 0.0).sum(dtype=torch.float64))
