@@ -90,7 +90,7 @@ class MinifloatGrid(Grouped):
         scales: Scales,
         columns: Int64[Tensor, " c"],
     ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
-        """`rounding.round_block` in one op."""
+        """`feedback.round_block` in one op."""
         (scale,), group = self.transposed((scales["scale"],), columns)
         return OPS.minifloat_ldlq(target, w, factor, scale, group, *self.small_float.sizes)
 

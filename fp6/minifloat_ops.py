@@ -124,7 +124,7 @@ def ldlq(
     exponent: int,
     mantissa: int,
 ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
-    """`rounding.round_block` for small floats: columns from the last to the first, each error fed to those before.
+    """`feedback.round_block` for small floats: columns from the last to the first, each error fed to those before.
     `group` is the group of each column; `factor` is unit lower triangular, what lies above its diagonal is not read.
     """
     code, target, error = Element(exponent, mantissa), target.clone(), torch.empty_like(w)

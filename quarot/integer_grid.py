@@ -62,6 +62,6 @@ class IntegerGrid(Grouped):
         scales: Scales,
         columns: Int64[Tensor, " c"],
     ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
-        """`rounding.round_block` in one op."""
+        """`feedback.round_block` in one op."""
         (scale, zero), group = self.transposed((scales["scale"], scales["zero"]), columns)
         return OPS.integer_ldlq(target, w, factor, scale, zero, group, self.bits)

@@ -95,7 +95,7 @@ def ldlq(
     group: Int64[Tensor, " c"],
     bits: int,
 ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
-    """`rounding.round_block` on the integer grid: columns from the last to the first, each error fed to those before.
+    """`feedback.round_block` on the integer grid: columns from the last to the first, each error fed to those before.
     `group` is the group of each column; `factor` is unit lower triangular, what lies above its diagonal is not read.
     """
     target, error = target.clone(), torch.empty_like(w)

@@ -80,5 +80,5 @@ class E8Codebook:
         scales: Scales,
         columns: Int64[Tensor, " c"],
     ) -> tuple[Int32[Tensor, "m n"], Float32[Tensor, "c n"]]:
-        """`rounding.round_block` in one op."""
+        """`feedback.round_block` in one op."""
         return torch.ops.ptq.e8p_ldlq(target, w, factor, scales["scale"], self.tables, self.bits, CANDIDATES[self.bits])

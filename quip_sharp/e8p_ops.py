@@ -69,7 +69,7 @@ def ldlq(
     bits: int,
     candidates: int,
 ) -> tuple[Int32[Tensor, "m n"], Float32[Tensor, "c n"]]:
-    """`rounding.round_block`: eight columns at a time from the last to the first, their errors fed to those before, one
+    """`feedback.round_block`: eight columns at a time from the last to the first, their errors fed to those before, one
     column after the other. `factor` is unit lower block triangular; only what lies below its blocks is read."""
     target, error = target.clone(), torch.empty_like(w)
     codes = torch.empty(len(w) // 8, w.shape[1], dtype=torch.int32, device=w.device)

@@ -8,7 +8,7 @@ from conftest import ops_at
 
 from ptq.errors import InputError
 from ptq.ops import native
-from ptq.weights import rounding
+from ptq.weights import feedback, rounding
 from quip_sharp import e8p, e8p_ops
 from quip_sharp.codebook import CANDIDATES, E8Codebook
 
@@ -203,7 +203,7 @@ def test_ldlq_block_is_the_generic_one(c, n, bits, implementation):
     blocks = torch.block_diag(*[torch.ones(8, 8) for _ in range(c // 8)])
     factor = (randn(c, c, seed=2) * 0.1).tril() * (1 - blocks) + torch.eye(c)
     scales = book.fit(w)
-    expected_codes, expected_error = rounding.round_block(book, target, w, factor, scales, torch.arange(c))
+    expected_codes, expected_error = feedback.round_block(book, target, w, factor, scales, torch.arange(c))
     arguments = (target, w, factor, scales["scale"], book.tables, bits, CANDIDATES[bits])
     codes, error = implementation["e8p_ldlq"](*arguments)
     # A product summed in another order can tip a rounding; what comes after it in that row then differs.

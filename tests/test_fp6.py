@@ -14,7 +14,7 @@ from fp6.element import ELEMENTS, Element, encode
 from fp6.minifloat import MinifloatFormat, MinifloatGrid, as_bfloat16, as_e8m0
 from ptq.errors import InputError
 from ptq.ops import native
-from ptq.weights import formats, rounding
+from ptq.weights import feedback, formats, rounding
 from ptq.weights.formats import BlockCodebook, Choice, Codebook, Format, IntegerInput, OnePassCodebook
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "minifloat.json").read_text())
@@ -171,7 +171,7 @@ def test_ldlq_block_is_the_generic_one(element: str, c: int, n: int, implementat
     factor = (randn(c, c, seed=2) * 0.2).tril(-1) + torch.eye(c)
     scales = grid.fit(randn(n, 160, seed=4))
     columns = torch.randperm(160, generator=torch.Generator().manual_seed(5))[:c]
-    expected_codes, expected_error = rounding.round_block(grid, target, w, factor, scales, columns)
+    expected_codes, expected_error = feedback.round_block(grid, target, w, factor, scales, columns)
     scale = scales["scale"].t().contiguous()
     codes, error = implementation["minifloat_ldlq"](target, w, factor, scale, columns // 4, *bits(element))
     # A product summed in another order can tip a rounding; the error then differs by one step in that row.

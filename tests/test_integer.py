@@ -11,7 +11,7 @@ from conftest import ops_at
 
 from ptq.errors import InputError
 from ptq.ops import bitstream, native
-from ptq.weights import formats, rounding
+from ptq.weights import feedback, formats, rounding
 from quarot import integer_ops as ops
 from quarot.integer import IntegerFormat, IntegerGrid
 
@@ -166,7 +166,7 @@ def test_ldlq_block_is_the_generic_one(c, n, symmetric, implementation):
     factor = (randn(c, c, seed=2) * 0.2).tril(-1) + torch.eye(c)
     scales = grid.fit(randn(n, 160, seed=4))
     columns = torch.randperm(160, generator=torch.Generator().manual_seed(5))[:c]
-    expected_codes, expected_error = rounding.round_block(grid, target, w, factor, scales, columns)
+    expected_codes, expected_error = feedback.round_block(grid, target, w, factor, scales, columns)
     scale, zero = scales["scale"].t().contiguous(), scales["zero"].t().float().contiguous()
     codes, error = implementation["integer_ldlq"](target, w, factor, scale, zero, columns // 4, 3)
     # A product summed in another order can tip a rounding; the error then differs by one step in that row.

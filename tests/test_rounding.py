@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ptq.errors import InputError
-from ptq.weights import factor, rounding
+from ptq.weights import factor, feedback, rounding
 from quarot.integer import IntegerGrid
 
 
@@ -84,7 +84,7 @@ def test_ldlq_is_the_naive_ldlq_and_gptq(bits, group, symmetric):
 
 
 def test_blocks_do_not_change_the_result():
-    k = 2 * rounding.COLUMN_BLOCK + 37
+    k = 2 * feedback.COLUMN_BLOCK + 37
     w, h, codebook = weight(5, k), hessian(k), IntegerGrid(3, 0, True)
     found = rounding.ldlq(w, h, codebook)
     order = h.diagonal().float().argsort(stable=True).flip(0)
@@ -99,7 +99,7 @@ def test_error_times_factor_is_the_rounding_error():
     for d in (1, 8):
         k = 32
         lower = torch.linalg.cholesky(hessian(k, spread=0.2))
-        unit, w = lower @ rounding._inverse_diagonal(lower, d), weight(4, k).double()
+        unit, w = lower @ feedback.inverse_diagonal(lower, d), weight(4, k).double()
         blocks = torch.block_diag(*[torch.ones(d, d) for _ in range(k // d)])
         torch.testing.assert_close(unit * blocks, torch.eye(k, dtype=torch.float64))
         seen = []
@@ -109,7 +109,7 @@ def test_error_times_factor_is_the_rounding_error():
                 seen.append(w.t())
                 return super().round(w, scales, columns)
 
-        codes, error = rounding.round_block(Recorder(d), w.t(), w.t(), unit, {}, torch.arange(k))
+        codes, error = feedback.round_block(Recorder(d), w.t(), w.t(), unit, {}, torch.arange(k))
         targets = torch.cat(seen[::-1])
         what = Halves(d).decode(codes.t(), {}).t()
         torch.testing.assert_close((error.t() @ unit).t(), targets - what, rtol=0, atol=1e-10)

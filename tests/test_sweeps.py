@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp6.minifloat import MinifloatGrid
-from ptq.weights import factor, loss_scales, rounding, sweeps
+from ptq.weights import factor, feedback, loss_scales, rounding, sweeps
 from ptq.weights.rounding import ldlq, nearest
 from quarot.integer import IntegerGrid
 from quip_sharp.codebook import TRIALS, E8Codebook
@@ -49,7 +49,7 @@ def problem_of(w, h, codebook, power_damping=0.01):
     """What `ldlq` hands to a sweep, and its codes, errors and scales."""
     diagonal = h.diagonal().float()
     problem, scales, _, _ = rounding._problem(w, h.float(), diagonal, codebook, None, power_damping, "w")
-    codes, error = rounding._feedback(problem, scales)
+    codes, error = feedback.feedback(problem, scales)
     return problem, codes, error, scales
 
 
@@ -75,7 +75,7 @@ def test_error_times_factor_is_the_rounding_error(bits):
     """(W - Ŵ) L = target - Ŵ in float64."""
     k, seen = 48, []
     lower = torch.linalg.cholesky(hessian(k, 1.0) + 0.01 / k * torch.eye(k))
-    unit, w = lower @ rounding._inverse_diagonal(lower, 8), randn(7, k).double()
+    unit, w = lower @ feedback.inverse_diagonal(lower, 8), randn(7, k).double()
 
     class Recorder(InFloat64):
         def round(self, w, scales, columns=None):
@@ -84,7 +84,7 @@ def test_error_times_factor_is_the_rounding_error(bits):
 
     book = Recorder(bits)
     scales = book.fit(w.float())
-    codes, error = rounding.round_block(book, w.t(), w.t(), unit, scales, torch.arange(k))
+    codes, error = feedback.round_block(book, w.t(), w.t(), unit, scales, torch.arange(k))
     targets, what = torch.cat(seen[::-1]), book.decode(codes.t().contiguous(), scales).t()
     torch.testing.assert_close((error.t() @ unit).t(), targets - what, rtol=0, atol=1e-10)
 
@@ -237,13 +237,13 @@ def test_each_row_has_the_scales_that_are_best_for_it(codebook):
     """Every row by itself, in float64, with every multiple of its scales."""
     w, h = randn(12, 96), hessian(96, 1.5)
     problem, _, _, fitted = problem_of(w, h, codebook)
-    found = loss_scales.of_rows(problem, fitted, rounding._feedback)
+    found = loss_scales.of_rows(problem, fitted)
     lower, choices = problem.factor.tril().double(), set()
     for row in range(len(w)):
         losses = []
         for multiple in (1.0, *loss_scales.MULTIPLES):
             scales = {**fitted, "scale": (fitted["scale"] * multiple).bfloat16().float()}
-            error = rounding._feedback(problem, scales)[1][:, row].double()
+            error = feedback.feedback(problem, scales)[1][:, row].double()
             losses.append(float((lower.t() @ error).square().sum() - (problem.added * error.square()).sum()))
         best = losses.index(min(losses))
         choices.add(best)
@@ -275,22 +275,23 @@ def test_multiples_that_give_no_loss_are_not_taken(monkeypatch):
     w, h = randn(8, 64), hessian(64, 1.0)
     w[3] = 0
     problem, _, _, fitted = problem_of(w, h, IntegerGrid(3, 16))
-    usual, calls = loss_scales.energies, []
+    calls = []
 
     def overflowing(*given):
         calls.append(1)
-        return usual(*given) * (torch.nan if len(calls) > 1 else 1)
+        return feedback.row_losses(*given) * (torch.nan if len(calls) > 1 else 1)
 
-    found = loss_scales.of_rows(problem, fitted, rounding._feedback)
+    found = loss_scales.of_rows(problem, fitted)
     assert not torch.equal(found["scale"], fitted["scale"]) and torch.equal(found["scale"][3], fitted["scale"][3])
-    monkeypatch.setattr(loss_scales, "energies", overflowing)
-    found = loss_scales.of_rows(problem, fitted, rounding._feedback)
+    monkeypatch.setattr(loss_scales, "row_losses", overflowing)
+    found = loss_scales.of_rows(problem, fitted)
     assert torch.equal(found["scale"], fitted["scale"]) and len(calls) == 1 + len(loss_scales.MULTIPLES)
 
 
-def test_energies_are_those_of_columns(monkeypatch):
-    monkeypatch.setattr(factor, "PANEL", 32)
-    h, added, x = hessian(70, 0.5), torch.linspace(0.5, 2, 70), randn(70, 5)
-    lower = torch.linalg.cholesky(h + added.double().diag()).float()
-    wanted = (x.double() * (h @ x.double())).sum(0)
-    torch.testing.assert_close(factor.energies(x, lower, added), wanted, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("codebook", [IntegerGrid(3, 16), E8Codebook(2)])
+def test_losses_of_rows(codebook, monkeypatch):
+    monkeypatch.setattr(feedback, "COLUMN_BLOCK", 32)
+    w, h = randn(12, 144), hessian(144, 1.0)
+    problem, _, error, scales = problem_of(w, h, codebook)
+    wanted = damped_loss(problem, error) - (problem.added[:, None] * error.double().square()).sum(0)
+    torch.testing.assert_close(feedback.row_losses(problem, scales), wanted, rtol=1e-4, atol=0)

@@ -3,8 +3,6 @@
 Everything works in the place of H, which is as large as all else together in `ptq.weights.rounding`.
 """
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
@@ -13,7 +11,7 @@ from ptq.errors import InputError
 from ptq.ops.matmul import product
 
 PANEL = 1024
-"""Columns between two products in `cholesky`, `energy` and `energies`."""
+"""Columns between two products in `cholesky` and `energy`."""
 MAX_DAMPING = 10.0
 """No factor is tried with more."""
 
@@ -96,29 +94,14 @@ def symmetric_rows(
 
 def energy(x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"], added: Float32[Tensor, " k"]) -> float:
     """tr(xᵀ H x) where H + diag(added) = L Lᵀ and L is the lower triangle of `factor`: |Lᵀ x|² less what was added."""
-    return sum(map(squares, _transformed(x, factor))) - float((added * _row_squares(x)).sum())
-
-
-def energies(
-    x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"], added: Float32[Tensor, " k"]
-) -> Float64[Tensor, " r"]:
-    """xᵀ H x of every column of x."""
-    found = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    for i, y in enumerate(_transformed(x, factor)):
-        panel = slice(i * PANEL, (i + 1) * PANEL)
-        put_in = torch.linalg.vector_norm(x[panel] * added[panel, None].sqrt(), dim=0)
-        found += torch.linalg.vector_norm(y, dim=0).double().square() - put_in.double().square()
-    return found
-
-
-def _transformed(x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"]) -> Iterator[Float32[Tensor, "_ r"]]:
-    """Lᵀ x in panels of rows."""
+    total = 0.0
     for i in range(0, len(x), PANEL):
         j = min(i + PANEL, len(x))
         y = product(factor[i:j, i:j].tril().t().contiguous(), x[i:j].contiguous())
         if j < len(x):
             y += product(factor[j:, i:j].t(), x[j:])
-        yield y
+        total += squares(y)
+    return total - float((added * _row_squares(x)).sum())
 
 
 def solve(factor: Float32[Tensor, "k k"], b: Float32[Tensor, "k r"]) -> Float32[Tensor, "k r"]:

@@ -70,7 +70,7 @@ class BlockCodebook(Codebook, Protocol):
         scales: Scales,
         columns: Int[Tensor, " c"],
     ) -> tuple[Int[Tensor, "m n"], Float32[Tensor, "c n"]]:
-        """The same codes and errors w - ŵ as `rounding.round_block`."""
+        """The same codes and errors w - ŵ as `feedback.round_block`."""
         ...
 
 

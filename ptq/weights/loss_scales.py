@@ -6,23 +6,17 @@ with the least loss are taken: for a codebook with one scale, on some rows of th
 their own, the loss is a sum over rows, and each takes those that are best for itself.
 """
 
-from collections.abc import Callable
-
 import torch
-from jaxtyping import Float32
-from torch import Tensor
 
-from ptq.weights.factor import energies
+from ptq.weights.feedback import feedback, row_losses
 from ptq.weights.formats import RowScaledCodebook, ScaledCodebook, Scales
 from ptq.weights.sweeps import Problem
 
 MULTIPLES = (0.95, 1.05, 1.1, 1.2)
 """What is tried beside the fitted scales of rows, in times these."""
-Feedback = Callable[[Problem, Scales], tuple[Tensor, Float32[Tensor, "k n"]]]
-"""LDLQ with given scales: codes, and errors W - Ŵ."""
 
 
-def of_weight(part: Problem, scales: Scales, feedback: Feedback) -> Scales:
+def of_weight(part: Problem, scales: Scales) -> Scales:
     """The scale with the least loss on some rows, among those that a `ScaledCodebook` proposes; any other codebook's
     as they are."""
     if not isinstance(part.codebook, ScaledCodebook):
@@ -30,7 +24,7 @@ def of_weight(part: Problem, scales: Scales, feedback: Feedback) -> Scales:
     return min(part.codebook.trials(scales), key=lambda trial: part.loss(feedback(part, trial)[1]))
 
 
-def of_rows(problem: Problem, scales: Scales, feedback: Feedback) -> Scales:
+def of_rows(problem: Problem, scales: Scales) -> Scales:
     """The scales of each row with the least loss, of a `RowScaledCodebook`; any other codebook's as they are."""
     codebook = problem.codebook
     if not isinstance(codebook, RowScaledCodebook):
@@ -39,7 +33,7 @@ def of_rows(problem: Problem, scales: Scales, feedback: Feedback) -> Scales:
     tried = [scales, *(each for each in multiples if each is not None)]
     if len(tried) == 1:
         return scales
-    losses = torch.stack([energies(feedback(problem, each)[1], problem.factor, problem.added) for each in tried])
+    losses = torch.stack([row_losses(problem, each) for each in tried])
     best = losses.nan_to_num(nan=torch.inf).argmin(0)  # where all are as good, what was fitted
     rows = torch.arange(len(best), device=best.device)
     return {part: torch.stack([each[part] for each in tried])[best, rows] for part in scales}

@@ -27,10 +27,10 @@ from torch.nn.functional import pad
 
 from ptq.errors import InputError
 from ptq.files.json_numbers import six_digits
-from ptq.ops.matmul import product
 from ptq.weights import loss_scales
 from ptq.weights.factor import factor, solved_rows, squares
-from ptq.weights.formats import BlockCodebook, Codebook, OnePassCodebook, ScaledCodebook, Scales
+from ptq.weights.feedback import feedback
+from ptq.weights.formats import Codebook, OnePassCodebook, ScaledCodebook, Scales
 from ptq.weights.sweeps import COLUMN_BLOCK, Problem, refit, sweep
 
 ROW_CHUNK = 1 << 20
@@ -136,10 +136,10 @@ def ldlq(
     every = -(-problem.wt.shape[1] // LOSS_ROWS)
     part = problem.rows(every)
     total, nearest_loss = part.loss(part.wt), part.loss(plain)
-    scales = loss_scales.of_weight(part, scales, _feedback)
+    scales = loss_scales.of_weight(part, scales)
     if sweeps:
-        scales = loss_scales.of_rows(problem, scales, _feedback)
-    codes, error = _feedback(problem, scales)
+        scales = loss_scales.of_rows(problem, scales)
+    codes, error = feedback(problem, scales)
     scales, done = _improve(problem, codes, error, scales, sweeps, every)
     loss = part.loss(error[:, ::every])
     statistics = {"nearest_loss": _ratio(nearest_loss, total), "damping": used, "dead": int((diagonal == 0).sum())}
@@ -234,55 +234,6 @@ def _improve(
             error[i : i + COLUMN_BLOCK] = problem.wt[i : i + COLUMN_BLOCK] - problem.decode(part, fitted, i)
         scales = fitted
     return scales, done
-
-
-def _feedback(problem: Problem, scales: Scales) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"]]:
-    """Codes, and errors W - Ŵ; the feedback into a block is one product with the errors of all columns behind it."""
-    wt, factor, codebook = problem.wt, problem.factor, problem.codebook
-    d, k = codebook.dim, len(wt)
-    assert COLUMN_BLOCK % d == 0 and k % d == 0, (d, k)
-    error, codes = torch.empty_like(wt), []
-    for i in reversed(range(0, k, COLUMN_BLOCK)):
-        j = min(i + COLUMN_BLOCK, k)
-        block = factor[i:j, i:j].tril()
-        inverse = _inverse_diagonal(block, d)
-        behind = product(factor[j:, i:j].t(), error[j:]) if j < k else torch.zeros_like(wt[i:j])
-        target = torch.addmm(wt[i:j], inverse.t(), behind) if d > 1 else wt[i:j] + behind * inverse.diagonal()[:, None]
-        run = codebook.round_block if isinstance(codebook, BlockCodebook) else None
-        arguments = target, wt[i:j], block @ inverse, scales, problem.columns[i:j]
-        found, error[i:j] = run(*arguments) if run else round_block(codebook, *arguments)
-        codes.append(found)
-    return torch.cat(codes[::-1]), error
-
-
-def _inverse_diagonal(block: Float[Tensor, "c c"], d: int) -> Float[Tensor, "c c"]:
-    """The inverse of the d x d blocks on the diagonal, zero elsewhere: a factor times it is unit (block) triangular."""
-    if d == 1:
-        return torch.diag(1 / block.diagonal())
-    corners = torch.stack([block[s : s + d, s : s + d] for s in range(0, len(block), d)])
-    return torch.block_diag(
-        *torch.linalg.solve_triangular(corners, torch.eye(d).to(corners).expand_as(corners), upper=False)
-    )
-
-
-def round_block(
-    codebook: Codebook,
-    target: Float[Tensor, "c n"],
-    w: Float[Tensor, "c n"],
-    factor: Float[Tensor, "c c"],
-    scales: Scales,
-    columns: Int64[Tensor, " c"],
-) -> tuple[Shaped[Tensor, "m n"], Float[Tensor, "c n"]]:
-    """The inner loop of LDLQ for any codebook: `target` is W plus the feedback from behind the block, `factor` the unit
-    lower (block) triangular factor. Returns codes and errors W - Ŵ."""
-    d, target, error, codes = codebook.dim, target.clone(), torch.empty_like(w), []
-    for s in reversed(range(0, len(w), d)):
-        here = slice(s, s + d)
-        code = codebook.round(target[here].t().contiguous(), scales, columns[here])
-        error[here] = w[here] - codebook.decode(code, scales, columns[here]).t()
-        target[:s] += factor[here, :s].t() @ error[here]
-        codes.append(code.t())
-    return torch.cat(codes[::-1]), error
 
 
 def _ratio(part: float, whole: float) -> float:
