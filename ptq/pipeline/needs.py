@@ -121,11 +121,11 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
 
 def _probing(shape: ModelShape, recipe: Recipe, length: int) -> _Cost:
     """The probe: states of three models in front of the first block, of another and behind it are on disk; at the end
-    the logits of a row, and the head of two models, are in memory."""
+    the logits of a row, and a head, are in memory."""
     text = recipe.calibration is not None
     tokens = min(length, probe_size.length(shape.vocab)) if text else probe_size.RANDOM_TOKENS
     return _Cost(
-        memory=shape.vocab * (LOGIT_BYTES * tokens + 2 * 4 * shape.hidden),
+        memory=shape.vocab * (LOGIT_BYTES * tokens + 4 * shape.hidden),
         disk=3 * 3 * 4 * (probe_size.ROWS if text else 1) * tokens * shape.state,
     )
 
