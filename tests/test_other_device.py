@@ -13,9 +13,12 @@ from torch.utils import backend_registration
 TEXT = dict(samples=16, sequence_length=32)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "quarot": ("quarot", dict(group_size=32, activation_bits=4, key_bits=4, value_bits=4, cache_sinks=2, **TEXT)),
-    "quarot with a search": ("quarot", dict(activation_bits=8, activation_clip="search", symmetric=False, **TEXT)),
+    "quarot with a search": (
+        "quarot",
+        dict(activation_bits=8, activation_clip="search", symmetric=False, sweeps=1, **TEXT),
+    ),
     "quarot offline": ("quarot", dict(rounding="nearest", online=False, embedding_bits=8)),
-    "fp6": ("fp6", dict(rounding="gptq", activation_bits=8, rotate=True, **TEXT)),
+    "fp6": ("fp6", dict(rounding="gptq", activation_bits=8, rotate=True, sweeps=1, **TEXT)),
     "fp6 without text": ("fp6", dict(group_size=32, scale_search="mse", element="e3m2", embedding_bits=6)),
     "quip-sharp": ("quip-sharp", dict(bits=2, sweeps=1, finetune="blocks", finetune_epochs=1, **TEXT)),
     "quip-sharp, tuned whole": ("quip-sharp", dict(rounding="nearest", finetune="full", finetune_epochs=1, **TEXT)),
