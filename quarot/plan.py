@@ -1,5 +1,6 @@
 """The plan of QuaRot (Ashkboos et al. 2024): rotations, integer weights, integer activations, integer KV cache."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -24,8 +25,15 @@ CLIP = {4: 0.9, 6: 0.95, 8: 1.0}
 doubles the error of a Gaussian token of 576 channels (docs/math.md, section 8)."""
 SEARCH = "search"
 """In the place of a clip: it is found on the calibration text."""
-CACHE_CLIP = {2: 0.9, 3: 0.95, 4: 0.95, 6: 1.0, 8: 1.0}
-"""Clip of keys and values by the fewer bits of the two, for the same reason."""
+CACHE_CLIP = {
+    2: {8: 0.9, 16: 0.8, 32: 0.7, 64: 0.65, 128: 0.6, 256: 0.55},
+    3: {8: 1.0, 16: 0.95, 32: 0.9, 64: 0.85, 128: 0.8, 256: 0.75},
+    4: {8: 1.0, 16: 1.0, 32: 1.0, 64: 0.95, 128: 0.95, 256: 0.9},
+}
+"""Clip of keys and of values by their bits and, to the nearest power of two, the size of a head: the one with the least
+squared error for Gaussian vectors (docs/math.md, section 9), which is what rotations make of them. 1 for more bits."""
+UNTURNED_CLIP = {2: 0.9, 3: 0.95, 4: 0.95}
+"""The same where nothing mixes the channels of a head: a few may be far larger than the others."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class QuarotRecipe(Recipe):
     typed: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "symmetric": "--asymmetric", "rotate": "--no-rotate", "online": "--offline",
-            "cache_clip": "--kv-clip", "cache_sinks": "--kv-sinks",
+            "cache_clip": "--kv-clip", "cache_sinks": "--kv-sinks", "key_centers": "--no-key-centers",
         }
     )  # fmt: skip
     known_widths: ClassVar[tuple[str, ...]] = tuple(map(str, range(2, 9)))
@@ -65,6 +73,8 @@ class QuarotRecipe(Recipe):
     value_bits: int = 16
     cache_clip: float | None = None
     """Share of the range of keys and values that is kept; None: `CACHE_CLIP`."""
+    key_centers: bool = True
+    """Keys are cached without what they have in common (`ptq.kv.key_centers`), if there is calibration text."""
     cache_sinks: int = 0
     """Tokens at the start of a sequence whose keys and values are not quantised: attention sinks."""
 
@@ -93,6 +103,8 @@ class QuarotRecipe(Recipe):
             self.refuse_idle("without --activation-bits 8, 6 or 4", "activation_clip")
         if self.key_bits == self.value_bits == 16:
             self.refuse_idle("without --kv-bits, --key-bits or --value-bits below 16", "cache_clip", "cache_sinks")
+        if self.key_bits == 16:
+            self.refuse_idle("without --kv-bits or --key-bits below 16", "key_centers")
         if self.weight_bits < 16:
             check_kind(self.scale, self.weight_bits, self.group_size, self.symmetric)
 
@@ -136,10 +148,24 @@ def _cache(shape: ModelShape, recipe: QuarotRecipe) -> CacheQuantization | None:
     if recipe.key_bits == 16 and recipe.value_bits == 16:
         return None
     turned = recipe.rotate and recipe.online and recipe.key_bits < 16
+
+    def clip(bits: int, mixed: bool) -> float:
+        if recipe.cache_clip is not None:
+            return recipe.cache_clip
+        return (_least_error(shape.head_dim) if mixed else UNTURNED_CLIP).get(bits, 1.0)
+
     return CacheQuantization(
         key_bits=recipe.key_bits,
         value_bits=recipe.value_bits,
-        clip=CACHE_CLIP[min(recipe.key_bits, recipe.value_bits)] if recipe.cache_clip is None else recipe.cache_clip,
+        key_clip=clip(recipe.key_bits, turned),
+        value_clip=clip(recipe.value_bits, recipe.rotate),
         sinks=recipe.cache_sinks,
         hadamard=key_rotation(shape.head_dim) if turned else None,
+        centered=recipe.key_centers and recipe.key_bits < 16 and recipe.calibration is not None,
     )
+
+
+def _least_error(head_dim: int) -> dict[int, float]:
+    """`CACHE_CLIP` for heads of this size."""
+    size = min(max(2 ** round(math.log2(head_dim)), 8), 256)
+    return {bits: clips[size] for bits, clips in CACHE_CLIP.items()}

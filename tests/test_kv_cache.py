@@ -16,20 +16,26 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ptq.errors import InputError
-from ptq.kv.attention import CACHE, attach
+from ptq.kv import key_centers
+from ptq.kv.attention import CACHE, attach, body_of
 from ptq.kv.kv_cache import CacheQuantization, key_rotation
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
-from ptq.models.families import FAMILIES
+from ptq.models.families import FAMILIES, family_or_default
 
 FOUR = CacheQuantization(4, 4, hadamard=key_rotation(20))
-MIXED = CacheQuantization(3, 8, 0.9, sinks=3, hadamard=key_rotation(20))
+MIXED = CacheQuantization(3, 8, 0.9, 0.95, sinks=3, hadamard=key_rotation(20), centered=True)
 SETTINGS = {"4": FOUR, "k3v8 sinks": MIXED, "k16v2": CacheQuantization(16, 2, sinks=2), "6": CacheQuantization(6, 6)}
 
 
 def model_of(settings: CacheQuantization | None, model_type: str = "llama", **changes: Any) -> Any:
     model = tiny_model(tiny_config(model_type, **changes))
     if settings is not None:
+        blocks = key_centers.blocks_of(body_of(model), model.config)
+        key_centers.register(blocks, model.config)
+        for index, block in enumerate(blocks):
+            center = block.get_buffer(f"{key_centers.attention_name(family_or_default(model.config))}.key_center")
+            center.copy_(torch.randn(center.shape, generator=torch.Generator().manual_seed(index)))
         attach(model, settings)
     return model
 
@@ -72,8 +78,18 @@ def test_settings_round_trip() -> None:
     for settings in SETTINGS.values():
         assert CacheQuantization.parse(settings.as_dict()) == settings
     assert FOUR.as_dict() == {
-        "version": 1, "key_bits": 4, "value_bits": 4, "clip": 0.95, "sinks": 0, "hadamard": "paley1:19"
+        "version": 2, "key_bits": 4, "value_bits": 4, "key_clip": 0.95, "value_clip": 0.95, "sinks": 0,
+        "hadamard": "paley1:19", "centered": False,
     }  # fmt: skip
+
+
+def test_settings_of_version_1_are_read() -> None:
+    """As checkpoints of before have them: one clip, and keys as they are."""
+    entry = {"version": 1, "key_bits": 3, "value_bits": 8, "clip": 0.9, "sinks": 3, "hadamard": "paley1:19"}
+    assert CacheQuantization.parse(entry) == replace(MIXED, value_clip=0.9, centered=False)
+    for wrong in ({**entry, "centered": True}, {**entry, "key_clip": 0.8}):
+        with pytest.raises(InputError, match="expected key_bits, value_bits, clip, sinks, hadamard; found"):
+            CacheQuantization.parse(wrong)
 
 
 @pytest.mark.parametrize(
@@ -81,15 +97,18 @@ def test_settings_round_trip() -> None:
     [
         ({"key_bits": 5}, "key_bits must be one of 2, 3, 4, 6, 8, 16, found 5"),
         ({"value_bits": True}, "value_bits must be a whole number, found True"),
-        ({"clip": 0}, "clip must be above 0"),
-        ({"clip": 1.5}, "clip"),
-        ({"clip": float("nan")}, "clip"),
-        ({"clip": 10**400}, "kv_cache: int too large"),
+        ({"key_clip": 0}, "key_clip must be above 0"),
+        ({"value_clip": 1.5}, "value_clip"),
+        ({"value_clip": float("nan")}, "value_clip"),
+        ({"key_clip": 10**400}, "kv_cache: int too large"),
+        ({"centered": 1}, "centered must be true or false, found 1"),
+        ({"centered": True, "key_bits": 16}, "keys of 16 bits are cached as they are"),
         ({"sinks": -1}, "sinks must be"),
         ({"sinks": 1000}, "sinks must be"),
         ({"hadamard": "walsh:4"}, "Hadamard construction"),
         ({"hadamard": 4}, "hadamard must be a text, or null, found 4"),
-        ({"version": 2}, "this package reads version 1"),
+        ({"version": 3}, "this package reads versions 1 to 2"),
+        ({"version": True}, "this package reads versions 1 to 2"),
         ({"more": 1}, "expected key_bits"),
     ],
 )
@@ -259,7 +278,7 @@ def test_caches_of_other_models_are_refused() -> None:
     for cache in (
         PackedCache(other, FOUR),
         PackedCache(model.config, MIXED),
-        PackedCache(model.config, replace(FOUR, clip=0.9)),
+        PackedCache(model.config, replace(FOUR, key_clip=0.9)),
     ):
         for _ in range(2):  # also after one that fits
             with pytest.raises(InputError, match="made for another model"):

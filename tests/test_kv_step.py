@@ -40,7 +40,7 @@ def arguments(
         kv_ops.append(codes, scales, x, 0, width, 0.95, channel_major)
         sides.extend((codes, scales))
     factors, order = hadamard.dense_factors(d, q.device) if d % 4 == 0 else ([], 0)
-    return [q, k, v, cos, sin, *sides, before, *bits, 0.95, factors, order, d**-0.5, None, None, None]
+    return [q, k, v, cos, sin, *sides, before, *bits, [0.95, 0.9], factors, order, d**-0.5, None, None, None]
 
 
 CASES = [  # batch, heads, groups, head_dim, tokens before
@@ -54,8 +54,9 @@ CASES = [  # batch, heads, groups, head_dim, tokens before
 def test_the_bits_of_single_ops(case: tuple[int, ...], part: float, dtype: torch.dtype, level: str) -> None:
     batch, before = case[0], case[-1]
     padding = torch.arange(before + 1)[None] >= torch.arange(batch)[:, None] * before // 3
-    for bits, mask in (((4, 4), None), ((3, 8), None), ((4, 3), padding[:, None, None])):
-        mine, theirs = ([*arguments(*case, bits, dtype, part), mask] for _ in range(2))
+    center = draw(case[1], case[3], dtype=dtype, seed=9)
+    for bits, *more in (((4, 4), None), ((3, 8), None, center), ((4, 3), padding[:, None, None], center)):
+        mine, theirs = ([*arguments(*case, bits, dtype, part), *more] for _ in range(2))
         found = torch.ops.ptq.kv_decode_attention(*mine)
         wanted = kv_step.decode_attention(*theirs)
         assert found.dtype == dtype and torch.equal(found, wanted)
@@ -72,11 +73,12 @@ def test_several_tokens(case: tuple[int, ...], t: int, dtype: torch.dtype, level
     padding = torch.arange(before + t)[None] >= torch.arange(batch)[:, None]
     mask = seen & padding[:, None, None]
     mine, theirs, apart = (arguments(*case, (4, 3), dtype, 1, t) for _ in range(3))
-    found = torch.ops.ptq.kv_decode_attention(*mine, mask)
-    assert torch.equal(found, kv_step.decode_attention(*theirs, mask))
+    center = draw(case[1], case[3], dtype=dtype, seed=9)
+    found = torch.ops.ptq.kv_decode_attention(*mine, mask, center)
+    assert torch.equal(found, kv_step.decode_attention(*theirs, mask, center))
     for i in range(t):
         one = [x[:, i : i + 1] for x in apart[:5]] + apart[5:9] + [before + i] + apart[10:]
-        y = torch.ops.ptq.kv_decode_attention(*one, padding[:, None, None, : before + i + 1])
+        y = torch.ops.ptq.kv_decode_attention(*one, padding[:, None, None, : before + i + 1], center)
         assert torch.equal(y, found[:, i : i + 1])
     assert all(
         torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(mine[5:9], theirs[5:9], apart[5:9], strict=True)
@@ -108,6 +110,9 @@ def test_opcheck_and_refusals() -> None:
     for index, wrong in (*shapes, (9, 256), (9, -1), (9, 2**63 - 1), (10, 5), (11, 5)):
         with pytest.raises((RuntimeError, TypeError)):
             torch.ops.ptq.kv_decode_attention(*given[:index], wrong, *given[index + 1 :])
+    for wrong in (torch.zeros(2, 4), torch.zeros(1, 8), torch.zeros(16)):
+        with pytest.raises(RuntimeError, match=r"key_center must be \[2, 8\]"):
+            torch.ops.ptq.kv_decode_attention(*given, None, wrong)
     assert torch.equal(given[5], stored[0])
 
 

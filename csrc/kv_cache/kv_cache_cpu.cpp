@@ -134,14 +134,29 @@ Tensor by_head(const Tensor& x, int64_t heads, int64_t d) {
     return contiguous(torch::stable::transpose(rows, 1, 2));
 }
 
+// key [b, heads, t, d] - center [heads, d], rounded to the key's dtype.
+Tensor centered(const Tensor& key, const Tensor& center) {
+    const int64_t b = key.size(0), heads = key.size(1), t = key.size(2), d = key.size(3);
+    const Tensor from = as_float(key), minus = as_float(center), to = fresh(key.sizes(), ScalarType::Float);
+    const auto *x = static_cast<const float*>(from.const_data_ptr()),
+               *c = static_cast<const float*>(minus.const_data_ptr());
+    auto* y = static_cast<float*>(to.mutable_data_ptr());
+    for (int64_t row = 0; row < b * heads * t; row++) {
+        const float* own = c + row / t % heads * d;
+        for (int64_t i = 0; i < d; i++) *y++ = *x++ - own[i];
+    }
+    return from_float(to, key.scalar_type());
+}
+
 }  // namespace
 
 Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                         const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes, const Tensor& v_scales,
-                        int64_t before, int64_t k_bits, int64_t v_bits, double clip, const std::vector<Tensor>& factors,
-                        int64_t order, double scaling, const std::optional<Tensor>& starts,
-                        const std::optional<Tensor>& sink_keys, const std::optional<Tensor>& sink_values,
-                        const std::optional<Tensor>& mask) {
+                        int64_t before, int64_t k_bits, int64_t v_bits, const std::vector<double>& clips,
+                        const std::vector<Tensor>& factors, int64_t order, double scaling,
+                        const std::optional<Tensor>& starts, const std::optional<Tensor>& sink_keys,
+                        const std::optional<Tensor>& sink_values, const std::optional<Tensor>& mask,
+                        const std::optional<Tensor>& key_center) {
     STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && k_codes.dim() == 4 && v_codes.dim() == 4 && k_codes.size(2) > 0,
                     "kv_decode_attention: expected q and k [b, t, heads * d] and codes of heads");
     const int64_t heads = k_codes.size(2), d = k.size(2) / heads, t = q.size(1);
@@ -156,18 +171,22 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     STD_TORCH_CHECK(t > 0 && before >= 0 && before <= room - t, "kv_decode_attention: ", t, " tokens behind ", before,
                     " in room for ", room);
     STD_TORCH_CHECK(t == 1 || mask, "kv_decode_attention: several tokens need a mask");
+    STD_TORCH_CHECK(clips.size() == 2, "kv_decode_attention: expected two clips, found ", clips.size());
+    STD_TORCH_CHECK(!key_center || (key_center->dim() == 2 && key_center->size(0) == heads && key_center->size(1) == d),
+                    "kv_decode_attention: key_center must be [", heads, ", ", d, "]");
     side(k_codes, k_scales, d, k_bits, false, before + t);
     side(v_codes, v_scales, d, v_bits, true, before + t);
     check_sinks(starts, sink_keys, sink_values, q.size(0), heads, d);
     check_mask("kv_decode_attention", mask, q.size(0), t, before + t);
     const Tensor value = by_head(v, heads, d);
     auto [query, key] = steps::rotary(by_head(q, q.size(2) / d, d), by_head(k, heads, d), cos, sin);
+    if (key_center) key = centered(key, *key_center);
     if (order) {
         query = hadamard::hadamard(query, std::nullopt, factors, order, -1, false);
         key = hadamard::hadamard(key, std::nullopt, factors, order, -1, false);
     }
-    append(k_codes, k_scales, key, before, k_bits, clip, false);
-    append(v_codes, v_scales, value, before, v_bits, clip, true);
+    append(k_codes, k_scales, key, before, k_bits, clips[0], false);
+    append(v_codes, v_scales, value, before, v_bits, clips[1], true);
     const Tensor out = attend(query, k_codes, k_scales, v_codes, v_scales, before + t, k_bits, v_bits, scaling, mask,
                               starts, sink_keys, sink_values);
     return reshaped(out, q.sizes());

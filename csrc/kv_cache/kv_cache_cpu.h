@@ -14,9 +14,10 @@ torch::stable::Tensor decode_attention(
     const torch::stable::Tensor& q, const torch::stable::Tensor& k, const torch::stable::Tensor& v,
     const torch::stable::Tensor& cos, const torch::stable::Tensor& sin, const torch::stable::Tensor& k_codes,
     const torch::stable::Tensor& k_scales, const torch::stable::Tensor& v_codes, const torch::stable::Tensor& v_scales,
-    int64_t before, int64_t k_bits, int64_t v_bits, double clip, const std::vector<torch::stable::Tensor>& factors,
-    int64_t order, double scaling, const std::optional<torch::stable::Tensor>& starts,
-    const std::optional<torch::stable::Tensor>& sink_keys, const std::optional<torch::stable::Tensor>& sink_values,
-    const std::optional<torch::stable::Tensor>& mask);
+    int64_t before, int64_t k_bits, int64_t v_bits, const std::vector<double>& clips,
+    const std::vector<torch::stable::Tensor>& factors, int64_t order, double scaling,
+    const std::optional<torch::stable::Tensor>& starts, const std::optional<torch::stable::Tensor>& sink_keys,
+    const std::optional<torch::stable::Tensor>& sink_values, const std::optional<torch::stable::Tensor>& mask,
+    const std::optional<torch::stable::Tensor>& key_center);
 
 }  // namespace ptq::kv_cache

@@ -55,7 +55,8 @@ struct Decoded {
         start_at = static_cast<int64_t*>(start.mutable_data_ptr());
     }
     template <class Room>
-    void run(const Room& room, int64_t start, int64_t room_tokens, int64_t order) const {
+    void run(const Room& room, int64_t start, int64_t room_tokens, int64_t order,
+             const std::optional<Tensor>& center = std::nullopt) const {
         STD_TORCH_CHECK(start >= 0 && start <= room_tokens - tokens() && room_tokens < int64_t{1} << 30, op, ": ",
                         tokens(), " tokens behind ", start, " in room for ", room_tokens);
         STD_TORCH_CHECK((order & (order - 1)) == 0 && (order == 0 || d % order == 0), op,
@@ -67,6 +68,12 @@ struct Decoded {
         for (const Tensor* x : {&q, &k, &v}) p.given[i++] = {x->const_data_ptr(), x->stride(0), x->stride(1)};
         p.cos = cos.const_data_ptr(), p.sin = sin.const_data_ptr();
         p.angle_stride = cos.size(0) == 1 ? 0 : cos.size(1) * cos.size(2);
+        if (center) {
+            cuda::check_tensor(op, "key_center", *center, q, q.scalar_type());
+            STD_TORCH_CHECK(center->dim() == 2 && center->size(0) == kv_heads && center->size(1) == d, op,
+                            ": key_center must be [", kv_heads, ", ", d, "]");
+            p.center = center->const_data_ptr();
+        }
         p.queries = queries.mutable_data_ptr(), p.room = room;
         p.batch = static_cast<int>(q.size(0)), p.tokens = static_cast<int>(tokens());
         p.q_heads = static_cast<int>(queries.size(1)), p.kv_heads = static_cast<int>(kv_heads);
@@ -147,11 +154,13 @@ Tensor decode_attention_at(const Tensor& q, const Tensor& k, const Tensor& v, co
 
 // --- the packed cache ------------------------------------------------------------------------------------------------
 
-Tensor over_packed(Decoded& rows, const Packed& cache, int64_t before, double clip, const std::vector<Tensor>& factors,
-                   int64_t order, double scaling, const std::optional<Tensor>& mask, const KeptSinks& sinks) {
+Tensor over_packed(Decoded& rows, const Packed& cache, int64_t before, const std::vector<double>& clips,
+                   const std::vector<Tensor>& factors, int64_t order, double scaling, const std::optional<Tensor>& mask,
+                   const KeptSinks& sinks, const std::optional<Tensor>& center) {
     const char* op = rows.op;
     const int64_t length = before + rows.tokens(), room = cache.k_codes.size(0) * chunk;
     STD_TORCH_CHECK(factors.empty(), op, ": the transform must have no dense factors");
+    STD_TORCH_CHECK(clips.size() == 2, op, ": expected two clips, found ", clips.size());
     rows.check(length, mask);
     check_sinks(op, sinks, rows.q, rows.q.size(0), rows.kv_heads, rows.d);
     STD_TORCH_CHECK(cache.k_codes.size(1) == rows.q.size(0) && cache.v_codes.dim() == 4 &&
@@ -160,11 +169,11 @@ Tensor over_packed(Decoded& rows, const Packed& cache, int64_t before, double cl
                     op, ": q, k and v do not fit the cache");
     const PackedRoom to{{side(op, cache.k_codes, cache.k_scales, rows.d, cache.k_bits, false, length),
                          side(op, cache.v_codes, cache.v_scales, rows.d, cache.v_bits, true, length)},
-                        static_cast<float>(clip)};
+                        {static_cast<float>(clips[0]), static_cast<float>(clips[1])}};
     for (const Tensor* x : {&cache.k_codes, &cache.v_codes})
         STD_TORCH_CHECK(x->is_cuda() && x->get_device_index() == rows.q.get_device_index(), op,
                         ": the cache is on another device than q; move it there");
-    rows.run(to, rows.start_at ? 0 : before, room, order);
+    rows.run(to, rows.start_at ? 0 : before, room, order, center);
     const Tensor out = cuda::empty_like_device(rows.q.sizes(), rows.q.scalar_type(), rows.q);
     attend_into(op, rows.queries, out, cache, length, scaling, mask, sinks, rows.start_at);
     return out;
@@ -172,23 +181,25 @@ Tensor over_packed(Decoded& rows, const Packed& cache, int64_t before, double cl
 
 Tensor kv_decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                            const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes, const Tensor& v_scales,
-                           int64_t before, int64_t k_bits, int64_t v_bits, double clip,
+                           int64_t before, int64_t k_bits, int64_t v_bits, const std::vector<double>& clips,
                            const std::vector<Tensor>& factors, int64_t order, double scaling,
                            const std::optional<Tensor>& starts, const std::optional<Tensor>& sink_keys,
-                           const std::optional<Tensor>& sink_values, const std::optional<Tensor>& mask) {
+                           const std::optional<Tensor>& sink_values, const std::optional<Tensor>& mask,
+                           const std::optional<Tensor>& key_center) {
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     cuda::properties(q.get_device_index());
     constexpr const char* op = "kv_decode_attention";
     STD_TORCH_CHECK(k_codes.dim() == 4, op, ": the keys' codes must be [chunks, b, heads, bytes]");
     Decoded rows(op, q, k, v, cos, sin, k_codes.size(2));
-    return over_packed(rows, {k_codes, k_scales, v_codes, v_scales, k_bits, v_bits}, before, clip, factors, order,
-                       scaling, mask, {starts, sink_keys, sink_values});
+    return over_packed(rows, {k_codes, k_scales, v_codes, v_scales, k_bits, v_bits}, before, clips, factors, order,
+                       scaling, mask, {starts, sink_keys, sink_values}, key_center);
 }
 
 Tensor kv_decode_attention_at(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                               const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes,
-                              const Tensor& v_scales, const Tensor& start, int64_t k_bits, int64_t v_bits, double clip,
-                              const std::vector<Tensor>& factors, int64_t order, double scaling, const Tensor& mask) {
+                              const Tensor& v_scales, const Tensor& start, int64_t k_bits, int64_t v_bits,
+                              const std::vector<double>& clips, const std::vector<Tensor>& factors, int64_t order,
+                              double scaling, const Tensor& mask, const std::optional<Tensor>& key_center) {
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     cuda::properties(q.get_device_index());
     constexpr const char* op = "kv_decode_attention_at";
@@ -196,8 +207,8 @@ Tensor kv_decode_attention_at(const Tensor& q, const Tensor& k, const Tensor& v,
                     ": the keys' codes must be [chunks, b, heads, bytes], the mask [b or 1, 1, t, length]");
     Decoded rows(op, q, k, v, cos, sin, k_codes.size(2));
     rows.begin_at(start);
-    return over_packed(rows, {k_codes, k_scales, v_codes, v_scales, k_bits, v_bits}, mask.size(3) - q.size(1), clip,
-                       factors, order, scaling, mask, {std::nullopt, std::nullopt, std::nullopt});
+    return over_packed(rows, {k_codes, k_scales, v_codes, v_scales, k_bits, v_bits}, mask.size(3) - q.size(1), clips,
+                       factors, order, scaling, mask, {std::nullopt, std::nullopt, std::nullopt}, key_center);
 }
 
 }  // namespace

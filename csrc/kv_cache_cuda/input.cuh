@@ -1,6 +1,6 @@
 // What stands before attention of decoded tokens, in one launch: rotary embedding of queries and keys, to the bit as
-// ptq/ops/steps.py defines it; a Hadamard transform of both (R3); keys and values into the cache, packed or as they
-// are. No torch here.
+// ptq/ops/steps.py defines it; keys without their centre, if there is one; a Hadamard transform of both (R3); keys and
+// values into the cache, packed or as they are. No torch here.
 #pragma once
 
 #include "kv_cache_cuda/append.cuh"
@@ -16,11 +16,11 @@ struct Given {
 // Where keys (side 0) and values go: `head` counts over the batch.
 struct PackedRoom {
     Side sides[2];
-    float clip;
+    float clips[2];
 
     template <class T, int rounds>
     PTQ_DEVICE void store(int side, const float (&x)[rounds][4], int head, int token) const {
-        store_token(sides[side], x, head, token, clip);
+        store_token(sides[side], x, head, token, clips[side]);
     }
 };
 struct PlainRoom {
@@ -41,6 +41,7 @@ struct Input {
     Given given[3];         // queries, keys, values
     const void *cos, *sin;  // [batch or 1, tokens, rotary_dim]
     int64_t angle_stride;   // from a row of the batch to the next one, of cos and sin
+    const void* center;     // [kv heads, d], or null
     void* queries;          // [batch, q heads, tokens, d]
     Room room;
     int batch, tokens, q_heads, kv_heads, d;
@@ -67,6 +68,17 @@ PTQ_DEVICE void load_rotated(const T* from, const T* cos, const T* sin, int d, i
         const float other = c < half ? -widen(from[c + half]) : widen(from[c - half]);
         x[r][j] =
             rounded<T>(add(rounded<T>(multiply(x[r][j], widen(cos[c]))), rounded<T>(multiply(other, widen(sin[c])))));
+    }
+}
+
+// x - center, of a head.
+template <class T, int rounds>
+PTQ_DEVICE void center_row(const T* center, int d, float (&x)[rounds][4]) {
+    PTQ_UNROLL
+    for (int r = 0; r < rounds; r++) PTQ_UNROLL
+    for (int j = 0; j < 4; j++) {
+        const int c = 128 * r + 4 * lane() + j;
+        if (c < d) x[r][j] = rounded<T>(add(x[r][j], -widen(center[c])));
     }
 }
 
@@ -124,6 +136,7 @@ void input_kernel(const Input<Room> p) {
         const int64_t angles = row * p.angle_stride + static_cast<int64_t>(index) * p.rotary_dim;
         load_rotated(from, static_cast<const T*>(p.cos) + angles, static_cast<const T*>(p.sin) + angles, p.d,
                      p.rotary_dim, x);
+        if (kind == 1 && p.center) center_row(static_cast<const T*>(p.center) + head * p.d, p.d, x);
         if (p.order > 1) transform<T>(x, p.order, p.scale);
     }
     if (kind == 0) {

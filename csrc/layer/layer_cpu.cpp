@@ -17,7 +17,7 @@ std::shared_ptr<Decoder> layer_of(const Tensor& handle) {
 
 // Every layer has as many tensors of the cache as the others.
 Tensor decode(const Tensors& handles, const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensors& cache,
-              const Int64s& before, const Int64s& bits, double clip, const Tensors& factors, int64_t order,
+              const Int64s& before, const Int64s& bits, const Floats& clips, const Tensors& factors, int64_t order,
               const Floats& scaling, const Floats& multiplier, const std::optional<Tensor>& mask) {
     const size_t count = handles.size(), each = count ? cache.size() / count : 0;
     STD_TORCH_CHECK(count && cache.size() == each * count && before.size() == count && scaling.size() == count &&
@@ -28,7 +28,7 @@ Tensor decode(const Tensors& handles, const Tensor& x, const Tensor& cos, const 
     Tensor y = x;
     for (size_t i = 0; i < count; i++) {
         const Tensors held(cache.begin() + i * each, cache.begin() + (i + 1) * each);
-        const Cache own{held, before[i], bits, clip, factors, order, mask};
+        const Cache own{held, before[i], bits, clips, factors, order, mask};
         own.check();
         y = decoders[i]->decode(y, cos, sin, own, scaling[i], multiplier[i]);
     }

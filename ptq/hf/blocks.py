@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from ptq.hf.spliced import FastLinear, NoPositions, Splice, model_around
+from ptq.kv import key_centers
 from ptq.kv.attention import attach, straight_through
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import QuantLinear, swap
@@ -116,9 +117,12 @@ class PartialModel:
         module.online = replace(module.online, activation=activation)
 
     def quantize_cache(self, settings: CacheQuantization | None) -> None:
-        """Quantise keys and values from now on, as the cache of the whole model does; None: leave them alone."""
+        """Quantise keys and values from now on, as the cache of the whole model does; None: leave them alone. Where
+        keys are centred, the block has a place for the centres."""
         self.cache = settings
         if settings is not None:
+            if settings.centered:
+                key_centers.register([self.block], self.model.config)
             attach(self.model, settings)
 
     @contextmanager
@@ -129,7 +133,7 @@ class PartialModel:
         for linear in linears:
             linear.online = replace(linear.online, activation=None)
         if settings is not None:
-            attach(self.model, replace(settings, key_bits=16, value_bits=16, sinks=0, hadamard=None))
+            attach(self.model, replace(settings, key_bits=16, value_bits=16, sinks=0, hadamard=None, centered=False))
         try:
             yield
         finally:
@@ -156,10 +160,13 @@ class PartialModel:
         return self.layout.first(self.splice.entered, inputs)
 
     @torch.no_grad()
-    def run(self, state: Float[Tensor, "batch t k"]) -> Float[Tensor, "batch t left"]:
-        """The state that leaves the block."""
+    def run(
+        self, state: Float[Tensor, "batch t k"], positions: Int64[Tensor, "batch t"] | None = None
+    ) -> Float[Tensor, "batch t left"]:
+        """The state that leaves the block. `positions` of the tokens: one behind another where they are not given."""
         assert self.layer is not None
         hidden, others = self.layout.split(state, self.layer)
+        others = others if positions is None else {**others, "position_ids": positions}
         self.splice.replacement = hidden
         with given(self.model):
             self._body(inputs_embeds=hidden, **others)

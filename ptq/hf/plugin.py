@@ -22,7 +22,8 @@ from ptq.files.dtypes import dtype_name
 from ptq.files.header import TensorInfo, read_header
 from ptq.hf import dequantized, experts, packed_tensors, residual, transposed
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
-from ptq.kv.attention import attach
+from ptq.kv import key_centers
+from ptq.kv.attention import attach, body_of
 from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import GUARD, PackedWeight
@@ -68,6 +69,9 @@ class PtqQuantizer(HfQuantizer):
         if self.separated:
             model._can_compile_fullgraph = False  # which experts there are to run is asked of the tokens
         replaced = {name: swap(model, own, entries[name]) for name, own in own_names(model, entries).items()}
+        cache = self.quantization_config.cache()
+        if cache is not None and cache.centered:
+            key_centers.register(key_centers.blocks_of(body_of(model), model.config), model.config)
         embedding.tie(model)
         if isinstance(model.get_input_embeddings(), embedding.PackedEmbedding):
             model.resize_token_embeddings = MethodType(embedding.resize_token_embeddings, model)
@@ -80,6 +84,8 @@ class PtqQuantizer(HfQuantizer):
             paths = [Path(file) for file in files]
             stored = stored_in(paths, model)
             packed_tensors.check(replaced | ends, stored, paths[0].parent, lambda name: _inside(name, model))
+            centered = cache is not None and cache.centered
+            key_centers.check(model.config, centered, stored, paths[0].parent, lambda name: _inside(name, model))
             _refuse_other_numbers(model, stored, paths[0].parent)
             _warn_of_others(self.quantization_config.linears.keys() - entries.keys(), stored, model)
             self.narrow = {name: info.dtype for name, info in stored.items() if info.dtype == model.config.dtype}

@@ -28,13 +28,14 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ptq.errors import InputError
+from ptq.kv import key_centers, supported
+from ptq.kv.key_centers import KEY_CENTER, without
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.kv_side import Side, rotate, row_starts
 from ptq.kv.packed_cache import PackedCache, Signature
 from ptq.kv.packed_layer import PackedStates
-from ptq.models.families import FAMILIES, family_or_default
-from ptq.models.model_shape import shape_of
-from ptq.ops import hadamard, kv_ops, prefill_attention
+from ptq.models.families import family_or_default
+from ptq.ops import kv_ops, prefill_attention
 from ptq.ops.op_declarations import refuse_forward_derivative, takes_forward_derivatives, wants_gradient
 
 MAX_DECODE = 8
@@ -60,10 +61,10 @@ def attach(model: Any, settings: CacheQuantization) -> None:
     to change the settings. Raises InputError where the settings do not fit the model.
     """
     config = model.config
-    check(config, settings)
+    supported.check(config, settings)
     _register(settings)
     model.set_attn_implementation(implementation(settings))
-    body = _body(model)
+    body = body_of(model)
     if not hasattr(body, SETTINGS):
         _, *arguments = inspect.signature(type(body).forward).parameters
         body.register_forward_pre_hook(functools.partial(_before_forward, arguments), with_kwargs=True)
@@ -75,7 +76,7 @@ def attach(model: Any, settings: CacheQuantization) -> None:
         model.init_continuous_batching = _refuse_continuous_batching
 
 
-def _body(model: Any) -> torch.nn.Module:
+def body_of(model: Any) -> torch.nn.Module:
     """The module that holds the blocks of a model. `AutoModel`'s names begin behind the first part of the row's."""
     first, *inside, _ = family_or_default(model.config).layers.split(".")
     return model.get_submodule(".".join([first, *inside] if hasattr(model, first) else inside))
@@ -99,44 +100,9 @@ def _register(settings: CacheQuantization) -> None:
 def implementation(settings: CacheQuantization) -> str:
     """The name of the attention function for these settings."""
     rotation = "none" if settings.hadamard is None else settings.hadamard.replace(":", "_").replace(",", "_")
-    return f"ptq_k{settings.key_bits}_v{settings.value_bits}_{float(settings.clip)!r}_{settings.sinks}_{rotation}"
-
-
-def check(config: Any, settings: CacheQuantization) -> None:
-    """Raise InputError where the settings do not fit the model of a config."""
-    shape, family = shape_of(config), FAMILIES.get(config.model_type)
-    if settings.hadamard is not None and shape.head_dim % hadamard.order_of(settings.hadamard):
-        raise InputError(f"KV cache: the Hadamard matrix {settings.hadamard} does not divide head_dim {shape.head_dim}")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise InputError("KV cache: the model caps the logits of its attention, which the packed cache cannot do")
-    if family is not None and not family.plain_attention:
-        raise InputError("KV cache: the model's attention has sinks of its own, which the packed cache cannot do")
-    if family is not None and family.mixers:
-        raise InputError(
-            f"KV cache: not all blocks of {config.model_type} have plain attention alone, with the rows of queries, of "
-            "keys and of values in one piece each, and the packed cache can do nothing else; leave --kv-bits, "
-            "--key-bits and --value-bits out"
-        )
-    for name, ahead in (("use_bidirectional_attention", True), ("is_causal", False)):
-        if getattr(config, name, None) is ahead:  # the former may be "vision": for images alone
-            raise InputError(
-                f"KV cache: {name} {ahead} in config.json: what a cache holds changes with tokens to come; leave "
-                "--kv-bits, --key-bits and --value-bits out"
-            )
-    if settings.sinks and _window(config) is not None:
-        raise InputError(
-            "KV cache: sinks do not go with sliding-window or chunked attention, where the first tokens drop out"
-        )
-
-
-def _window(config: Any) -> int | None:
-    """The sliding window, or the chunk, None where no context that the model is made for outgrows it."""
-    kinds = getattr(config, "layer_types", None)
-    chunked = "chunked_attention" in (kinds or ())
-    if kinds is not None and "sliding_attention" not in kinds and not chunked:
-        return None
-    window = getattr(config, "attention_chunk_size" if chunked else "sliding_window", None)
-    return None if window is None or window >= config.max_position_embeddings else window
+    sides = (f"{settings.key_bits}_{settings.key_clip!r}", f"{settings.value_bits}_{settings.value_clip!r}")
+    centered = "_centered" if settings.centered else ""
+    return f"ptq_k{sides[0]}_v{sides[1]}_{settings.sinks}_{rotation}{centered}"
 
 
 def forward(
@@ -161,7 +127,8 @@ def forward(
     query = rotate(query, settings)
     if not isinstance(key, PackedStates):
         made = _straight if STRAIGHT_THROUGH.get() else quantized
-        key, value = made(key, value, settings, attention_mask)
+        center = module._buffers[KEY_CENTER] if settings.centered else None
+        key, value = made(without(key, center), value, settings, attention_mask)
     else:
         layer = key.layer
         if layer.packed and query.shape[2] <= MAX_DECODE and _is_simple(attention_mask, query.shape[2]):
@@ -212,17 +179,17 @@ def quantized(
     settings: CacheQuantization,
     mask: Tensor | None,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t d"]]:
-    """Keys, with R3, and values as a cache would give them back."""
+    """Keys, which have lost their centre, with R3, and values as a cache would give them back."""
     batch = key.shape[0]
     starts = key.new_zeros(batch, dtype=torch.long) if mask is None else row_starts(mask).expand(batch)
     result = []
-    for x, bits, channel_major in (
-        (rotate(key, settings), settings.key_bits, False),
-        (value, settings.value_bits, True),
+    for x, bits, clip, channel_major in (
+        (rotate(key, settings), settings.key_bits, settings.key_clip, False),
+        (value, settings.value_bits, settings.value_clip, True),
     ):
         seen = x
         if bits < 16:
-            side = Side(x, bits, settings.clip, channel_major)
+            side = Side(x, bits, clip, channel_major)
             side.append(x, 0)
             seen = side.read(x.shape[2])
             if settings.sinks:
@@ -261,6 +228,8 @@ def _before_forward(arguments: list[str], body: Any, args: tuple[Any, ...], kwar
             if cache.signature != wanted:
                 raise InputError(f"the PackedCache was made for another model, {cache.signature}; this one is {wanted}")
             setattr(body, SIGNATURE, wanted)
+        if settings.centered:
+            key_centers.give(body, config, cache)
         mask = kwargs.get("attention_mask")
         if isinstance(mask, dict):  # by kind of attention, as `generate` makes it for a static cache
             mask = next(iter(mask.values()))
@@ -285,7 +254,7 @@ def _prepare_cache_for_generation(
     made = model_kwargs.get(CACHE)
     if getattr(made, "_is_user_defined", False) or getattr(made, "offloading", False):
         return
-    settings = getattr(_body(model), SETTINGS)
+    settings = getattr(body_of(model), SETTINGS)
     if type(made) is DynamicCache:
         model_kwargs[CACHE] = PackedCache(model.config, settings)
     elif type(made) is StaticCache:

@@ -5,7 +5,7 @@ time up to 8192 tokens (so at 4096 tokens at most 6 % of the memory is spare), t
 chunks are there from the start (`max_length`, "static").
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -37,9 +37,8 @@ class Signature:
         return cls(shape.blocks, shape.kv_heads, shape.head_dim, settings)
 
     def __str__(self) -> str:
-        bits = f"key_bits={self.settings.key_bits}, value_bits={self.settings.value_bits}, clip={self.settings.clip}"
-        more = f"sinks={self.settings.sinks}, hadamard={self.settings.hadamard}"
-        return f"{self.layers} layers of {self.kv_heads} key-value heads of size {self.head_dim}, {bits}, {more}"
+        settings = ", ".join(f"{name}={value}" for name, value in asdict(self.settings).items())
+        return f"{self.layers} layers of {self.kv_heads} key-value heads of size {self.head_dim}, {settings}"
 
 
 class PackedCache(Cache):

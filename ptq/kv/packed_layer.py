@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ptq.errors import InputError
+from ptq.kv.key_centers import without
 from ptq.kv.kv_side import Side, is_frozen, rotate
 from ptq.ops import hadamard, kv_ops
 from ptq.ops import kv_step as _kv_step  # noqa: F401 (registers the op)
@@ -37,6 +38,8 @@ class PackedLayer(CacheLayerMixin):
         self.owner = owner
         self.length = 0
         self.starts: Tensor | None = None
+        self.center: Tensor | None = None
+        """What keys lose before R3, where the settings say so: `ptq.kv.key_centers.give` puts it here."""
         self._sinks_end: tuple[Tensor | None, int] = None, 0  # behind the last sink, for these starts
 
     def refuse(self) -> Any:
@@ -59,8 +62,8 @@ class PackedLayer(CacheLayerMixin):
                 f"{found[1]}: make one with PackedCache(model.config, settings)"
             )
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.key = Side(key_states, settings.key_bits, settings.clip, False)
-        self.value = Side(value_states, settings.value_bits, settings.clip, True)
+        self.key = Side(key_states, settings.key_bits, settings.key_clip, False)
+        self.value = Side(value_states, settings.value_bits, settings.value_clip, True)
         shape = (key_states.shape[0], heads, settings.sinks, head_dim)
         self.key_sinks, self.value_sinks = (
             torch.zeros(shape, dtype=torch.float32, device=self.device) for _ in range(2)
@@ -78,7 +81,10 @@ class PackedLayer(CacheLayerMixin):
         if batch != self.key.batch:
             raise InputError(f"the PackedCache holds {self.key.batch} rows, the input has {batch}")
         start = self._room_for(count)
-        rotated, value = rotate(key_states, self.owner.settings).detach(), value_states.detach()
+        if self.owner.settings.centered and self.center is None:
+            raise InputError("the PackedCache has no centres of keys: give it to the model, which has them")
+        rotated = rotate(without(key_states, self.center), self.owner.settings).detach()
+        value = value_states.detach()
         self.key.append(rotated, start)
         self.value.append(value, start)
         if self.owner.settings.sinks:
@@ -136,26 +142,26 @@ class PackedLayer(CacheLayerMixin):
         """Attention of t more tokens, before rotary embedding, whose keys and values are appended. For a layer that
         `decodes`."""
         room, (bits, *others) = self.room(q.shape[1]), self.numbers()
-        sinks = room[4:] or (None, None, None)
+        sinks = room[4:7] if self.starts is not None else (None, None, None)
         op = torch.ops.ptq.kv_decode_attention.default
-        y = op(q, k, v, *cos_sin, *room[:4], self.length, *bits, *others, scaling, *sinks, mask)
+        y = op(q, k, v, *cos_sin, *room[:4], self.length, *bits, *others, scaling, *sinks, mask, self.center)
         self.advance(q.shape[1])
         return y
 
     def room(self, tokens: int) -> list[Tensor]:
         """Codes and scales of keys and values with room for so many more; then starts, sink keys and sink values, if
-        there are sinks."""
+        there are sinks; then the centres of keys, if there are any."""
         self.owner.check_room(self.length + tokens)
         for side in (self.key, self.value):
             side.reserve(self.length + tokens)
-        held = [*self.key.tensors, *self.value.tensors]
-        return held if self.starts is None else [*held, self.starts, self.key_sinks, self.value_sinks]
+        sinks = [] if self.starts is None else [self.starts, self.key_sinks, self.value_sinks]
+        centers = [] if self.center is None else [self.center]
+        return [*self.key.tensors, *self.value.tensors, *sinks, *centers]
 
-    def numbers(self) -> tuple[list[int], float, list[Tensor], int]:
-        """Bits of keys and values, clip ratio, dense factors and order of R3 (0: none)."""
-        settings = self.owner.settings
-        factors, order = hadamard.dense_factors(settings.hadamard, CPU)
-        return [self.key.bits, self.value.bits], settings.clip, factors, order
+    def numbers(self) -> tuple[list[int], list[float], list[Tensor], int]:
+        """Bits and clips of keys and values, dense factors and order of R3 (0: none)."""
+        factors, order = hadamard.dense_factors(self.owner.settings.hadamard, CPU)
+        return [self.key.bits, self.value.bits], [self.key.clip, self.value.clip], factors, order
 
     @property
     def decodes(self) -> bool:

@@ -70,7 +70,8 @@ class StaticPackedLayer(PackedLayer):
         if mask is None:  # one query token, which sees itself and all before it
             mask = (torch.arange(self.length, device=self.device) <= start).view(1, 1, 1, -1)
         op = torch.ops.ptq.kv_decode_attention_at.default
-        return op(q, k, v, *cos_sin, *self.key.tensors, *self.value.tensors, start, *bits, *others, scaling, mask)
+        held = *self.key.tensors, *self.value.tensors
+        return op(q, k, v, *cos_sin, *held, start, *bits, *others, scaling, mask, self.center)
 
     @property
     def decodes(self) -> bool:

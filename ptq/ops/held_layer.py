@@ -8,7 +8,7 @@ from torch import Tensor
 
 DECODE_SCHEMA = (
     "(Tensor[] layers, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int[] before, int[] cache_bits, "
-    "float cache_clip, Tensor[] cache_factors, int cache_order, float[] scaling, float[] residual_multiplier, "
+    "float[] cache_clips, Tensor[] cache_factors, int cache_order, float[] scaling, float[] residual_multiplier, "
     "Tensor? mask=None) -> Tensor"
 )
 
@@ -108,12 +108,12 @@ class Token(NamedTuple):
     sin: Tensor
     cache: list[Tensor]
     """Keys and values [b, h, room, d], or codes and scales of keys and values (`ptq.ops.kv_ops`), or these, and
-    `starts`, sink keys and sink values, which are only read; of latent attention latents and rope_keys; of a recurrent
-    mixer its states."""
+    `starts`, sink keys and sink values, and, or, the centres of keys, all of which are only read; of latent attention
+    latents and rope_keys; of a recurrent mixer its states."""
     before: int
     """Tokens in front."""
     cache_bits: list[int]
-    cache_clip: float
+    cache_clips: list[float]
     cache_factors: list[Tensor]
     cache_order: int
     scaling: float

@@ -1,7 +1,8 @@
 """`ptq::kv_decode_attention`: what attention over the packed cache does to decoded tokens, as one op.
 
-q, k and v of the last t tokens of each row, [b, t, heads * d], before rotary embedding: rotary embedding; R3, a
-Hadamard transform of `order` (0: none), of queries and keys; keys and values stored behind the first `before` tokens of
+q, k and v of the last t tokens of each row, [b, t, heads * d], before rotary embedding: rotary embedding; keys without
+their `key_center`, if there is one; R3, a Hadamard transform of `order` (0: none), of queries and keys; keys and values
+stored, shrunk by their `clips`, behind the first `before` tokens of
 the cache (`ptq.ops.kv_ops`); attention to all of them that `mask` does not hide, and to the sinks, which are there
 already. Several tokens need a mask, which says what each of them sees. Everything is done by the functions of the
 ops that do one step, in their order: the numbers are theirs to the bit. (Calling eight ops takes three times as long as
@@ -23,13 +24,13 @@ GIVEN = (
     "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_codes, Tensor(b!) k_scales, "
     "Tensor(c!) v_codes, Tensor(d!) v_scales"
 )
-NUMBERS = "int k_bits, int v_bits, float clip, Tensor[] factors, int order, float scaling"
+NUMBERS = "int k_bits, int v_bits, float[] clips, Tensor[] factors, int order, float scaling"
 
 
 @reference_of(
     "kv_decode_attention",
     f"({GIVEN}, int before, {NUMBERS}, Tensor? starts, Tensor? sink_keys, Tensor? sink_values, "
-    "Tensor? mask=None) -> Tensor",
+    "Tensor? mask=None, Tensor? key_center=None) -> Tensor",
     like_first,
 )
 def decode_attention(
@@ -45,7 +46,7 @@ def decode_attention(
     before: int,
     k_bits: int,
     v_bits: int,
-    clip: float,
+    clips: list[float],
     factors: list[Tensor],
     order: int,
     scaling: float,
@@ -53,17 +54,22 @@ def decode_attention(
     sink_keys: Float32[Tensor, "b h s d"] | None = None,
     sink_values: Float32[Tensor, "b h s d"] | None = None,
     mask: Bool[Tensor, "_ 1 t length"] | None = None,
+    key_center: Float[Tensor, "h d"] | None = None,
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::kv_decode_attention` step by step."""
     ops, cache = torch.ops.ptq, (k_codes, k_scales, v_codes, v_scales)
-    query, key, value = _with_rope(q, k, v, cos, sin, k_codes.shape[2], factors, order)
-    ops.kv_append(k_codes, k_scales, key, before, k_bits, clip, False)
-    ops.kv_append(v_codes, v_scales, value, before, v_bits, clip, True)
+    query, key, value = _before_append(q, k, v, cos, sin, k_codes.shape[2], factors, order, key_center)
+    ops.kv_append(k_codes, k_scales, key, before, k_bits, clips[0], False)
+    ops.kv_append(v_codes, v_scales, value, before, v_bits, clips[1], True)
     sinks = starts, sink_keys, sink_values
     return ops.kv_attend(query, *cache, before + q.shape[1], k_bits, v_bits, scaling, mask, *sinks).flatten(2)
 
 
-@reference_of("kv_decode_attention_at", f"({GIVEN}, Tensor(e!) start, {NUMBERS}, Tensor mask) -> Tensor", like_first)
+@reference_of(
+    "kv_decode_attention_at",
+    f"({GIVEN}, Tensor(e!) start, {NUMBERS}, Tensor mask, Tensor? key_center=None) -> Tensor",
+    like_first,
+)
 def decode_attention_at(
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
@@ -77,29 +83,33 @@ def decode_attention_at(
     start: Int64[Tensor, ""],
     k_bits: int,
     v_bits: int,
-    clip: float,
+    clips: list[float],
     factors: list[Tensor],
     order: int,
     scaling: float,
     mask: Bool[Tensor, "_ 1 t length"],
+    key_center: Float[Tensor, "h d"] | None = None,
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::kv_decode_attention_at` step by step."""
     ops, cache = torch.ops.ptq, (k_codes, k_scales, v_codes, v_scales)
-    query, key, value = _with_rope(q, k, v, cos, sin, k_codes.shape[2], factors, order)
-    ops.kv_append_at(k_codes, k_scales, key, start, k_bits, clip, False)
-    ops.kv_append_at(v_codes, v_scales, value, start, v_bits, clip, True)
+    query, key, value = _before_append(q, k, v, cos, sin, k_codes.shape[2], factors, order, key_center)
+    ops.kv_append_at(k_codes, k_scales, key, start, k_bits, clips[0], False)
+    ops.kv_append_at(v_codes, v_scales, value, start, v_bits, clips[1], True)
     start.add_(q.shape[1])
     y = ops.kv_attend(query, *cache, mask.shape[3], k_bits, v_bits, scaling, mask, None, None, None)
     return y.flatten(2)
 
 
-def _with_rope(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, heads: int, factors: list[Tensor], order: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys behind rotary embedding and R3, and values: [b, heads, t, d]."""
+def _before_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, heads: int, factors: list[Tensor], order: int,
+    center: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries and keys behind rotary embedding and R3, keys without their centre, and values: [b, heads, t, d]."""
     d = k.shape[2] // heads
     query, key, value = (x.unflatten(2, (-1, d)).transpose(1, 2) for x in (q, k, v))
     query, key = torch.ops.ptq.rotary(query, key, cos, sin)
+    if center is not None:
+        key = key - center.to(key.dtype)[:, None]
     if order:
         query, key = (torch.ops.ptq.hadamard(x, None, factors, order, -1, False) for x in (query, key))
     return query, key, value

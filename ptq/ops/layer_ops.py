@@ -59,7 +59,7 @@ def declare_layer(op: str, weights: str, products: Products) -> Callable[..., La
 
 
 def _decode_layers(
-    handles, x, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
+    handles, x, cos, sin, cache, before, cache_bits, cache_clips, cache_factors, cache_order, scaling,
     residual_multiplier, mask=None,
 ):  # fmt: skip
     if not all("layer" in vars(handle) for handle in handles):
@@ -67,7 +67,7 @@ def _decode_layers(
     count, counts = len(handles), {len(before), len(scaling), len(residual_multiplier)}
     if not count or counts != {count} or len(cache) % count:
         raise RuntimeError("decode_layers: expected as many of everything as layers")
-    each, numbers = len(cache) // count, (cache_bits, cache_clip, cache_factors, cache_order)
+    each, numbers = len(cache) // count, (cache_bits, cache_clips, cache_factors, cache_order)
     for i, handle in enumerate(handles):
         own = cache[i * each : (i + 1) * each], before[i], *numbers, scaling[i], residual_multiplier[i]
         x = vars(handle)["layer"](x, cos, sin, *own, mask)

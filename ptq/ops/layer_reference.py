@@ -168,9 +168,10 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, token: Token, sinks: Tensor | Non
         return torch.ops.ptq.decode_attention(q, k, v, *cos_sin, *cache, token.before, token.scaling, token.mask, sinks)
     if sinks is not None:
         raise RuntimeError("decode_layers: a packed cache does not go with sinks of heads")
-    numbers = token.before, *token.cache_bits, token.cache_clip, token.cache_factors, token.cache_order, token.scaling
-    kept = cache[4:] or (None, None, None)
-    return torch.ops.ptq.kv_decode_attention(q, k, v, *cos_sin, *cache[:4], *numbers, *kept, token.mask)
+    numbers = token.before, *token.cache_bits, token.cache_clips, token.cache_factors, token.cache_order, token.scaling
+    kept = (None, None, None) if len(cache) < 7 else cache[4:7]
+    center = cache[-1] if len(cache) in (5, 8) else None
+    return torch.ops.ptq.kv_decode_attention(q, k, v, *cos_sin, *cache[:4], *numbers, *kept, token.mask, center)
 
 
 def _attended_to_latents(held: HeldLayer, products: Sequence[Tensor], token: Token) -> Tensor:

@@ -146,6 +146,7 @@ def _unrounded(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
     for linear in left:
         part.load(turn.tasks.written(f"{linear.name}.") if linear.statistics is None else {})
     part.quantize_cache(job.plan.cache)
+    part.load(turn.tasks.centers(turn.index))
     return part
 
 

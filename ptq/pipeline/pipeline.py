@@ -28,7 +28,7 @@ from ptq.pipeline.job import Job, calibrates_in_bfloat16
 from ptq.pipeline.needs import Estimate
 from ptq.pipeline.progress import Progress, without_kernel_hints
 from ptq.pipeline.result import Result, read_result
-from ptq.pipeline.target import Target, plan
+from ptq.pipeline.target import Target, plan, with_text
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.work import (
     RECORD,
@@ -269,10 +269,7 @@ def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
     length = recipe.sequence_length or min(2048, limit)
     if length > limit:
         raise InputError(f"--sequence-length {length}: the model's limit is {limit} positions")
-    text = recipe.calibration
-    if text is None and model == "demo":
-        text = str(source.resolve(model) / "calibration.txt")
-    return replace(recipe, sequence_length=length, calibration=text)
+    return replace(with_text(recipe, model), sequence_length=length)
 
 
 def _device(name: str, workers: Workers) -> torch.device:

@@ -80,6 +80,9 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
             rotated, after = probe.run(index, part, states.get("rotated"), routes)
     if original is not None and rotated is not None:
         probe.compare(index, original, rotated, routes)
+    if calibrated:
+        with progress.step(f"block {index}: key centres", 0):
+            tasks.center_keys(index, part)
     if teacher == "rotated":
         finetune_blocks.teach(tasks, index, part)
     if teacher is not None:
@@ -110,6 +113,7 @@ def _round(tasks: Tasks, index: int, part: PartialModel, calibrated: bool, progr
 def _search_clips(tasks: Tasks, index: int, part: PartialModel, progress: Progress) -> None:
     """Quantise what a rotated block is fed, and find the clips that are left open."""
     tasks.job.quantize_inputs(index, part)
+    part.load(tasks.centers(index))
     with progress.step(f"block {index}: clips", 0):
         for note in tasks.clips.search(part, tasks.job.plan, tasks.hidden, index):
             progress.say(note)

@@ -10,7 +10,7 @@ from ptq.files import companions, published, source
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import fused, pieces, text_model, transposed
 from ptq.hf.meta_model import as_turned, check_promised, parameter_shapes, transformers_config
-from ptq.kv import attention
+from ptq.kv import supported
 from ptq.models.families import check_generates, family_of
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape, shape_of
@@ -91,7 +91,14 @@ def plan(model: str, recipe: Recipe) -> Target:
     check_recipe(recipe)
     found = opened(model)
     with in_folder(found.checkpoint.folder):
-        return _planned(found, recipe)
+        return _planned(found, with_text(recipe, model))
+
+
+def with_text(recipe: Recipe, model: str) -> Recipe:
+    """The recipe with the text that comes with the model `demo`, where none is given."""
+    if recipe.calibration is not None or model != "demo":
+        return recipe
+    return replace(recipe, calibration=str(source.resolve(model) / "calibration.txt"))
 
 
 def _planned(found: Source, recipe: Recipe) -> Target:
@@ -101,7 +108,7 @@ def _planned(found: Source, recipe: Recipe) -> Target:
     fused.check_loadable(plan, family)
     transposed.check_loadable(plan, family)
     if plan.cache is not None:
-        attention.check(found.config, plan.cache)
+        supported.check(found.config, plan.cache)
     check(found, plan)
     companions.check(found.checkpoint.folder)
     return Target(found.checkpoint, found.config, family, replace(plan, notes=(*found.notes, *plan.notes)))

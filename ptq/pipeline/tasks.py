@@ -3,6 +3,7 @@
     linears/<name>.json           one rewritten linear is in its place in the shards; the statistics of its rounding
     rest.json                     so are the norms and what passes through
     clips/<name>.json             the searched clip of the input of a linear, and of those that share it
+    centers/<block>.json          the centres of a block's keys are in their place
     hidden/<block>/<chunk>        calibration rows as they enter a block, after the quantised blocks before it
     teacher/<block>/<chunk>       with fine-tuning or GPTAQ: the same of the model that is rotated and not quantised, or
                                   of the original, where rotations are the layers' own (`trainable.taught_by`)
@@ -28,6 +29,7 @@ from ptq.engine import ALONE, Workers
 from ptq.files import work_files
 from ptq.files.shards import Shards, write_json
 from ptq.hf.blocks import PartialModel
+from ptq.kv import key_centers
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import guard
 from ptq.pipeline import solve
@@ -38,7 +40,7 @@ from ptq.pipeline.probe import Probe
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.work import FOLDERS, REST, remove_contents
 from ptq.planning.plan import LinearPlan
-from ptq.statistics import chunks
+from ptq.statistics import chunks, key_means
 from ptq.statistics.chunks import Chunks
 from ptq.statistics.clip_search import CLIP, Clips
 from ptq.statistics.hessian import Hessians
@@ -180,6 +182,25 @@ class Tasks:
         """A block as it is written and runs."""
         job = self.job_with_choices(self.job.plan.block(index))
         return job.packed_block(index, self.written(f"{self.job.plan.layers}.{index}."))
+
+    def center_keys(self, index: int, part: PartialModel) -> None:
+        """Measure the centres of the keys of a rewritten block, and write them."""
+        name, mark = self._centers(index), self.work / "centers" / f"{index}.json"
+        if name and self.workers.first and not mark.exists():
+            states = [self.hidden.read(path) for path in self.hidden.sample(index)]
+            with self.job.calibration_precision():
+                found = key_means.centers(part, states)
+            self.place(mark, {name: found.to(self.shards.layout.tensors[name].dtype)}, {})
+        self.workers.wait()
+
+    def centers(self, index: int) -> Tensors:
+        """The centres of a block's keys as they are written, by their name; nothing where keys have none."""
+        name = self._centers(index)
+        return {name: self.shards.read(name)} if name else {}
+
+    def _centers(self, index: int) -> str | None:
+        cache = self.job.plan.cache
+        return key_centers.tensor_name(self.job.family, index) if cache is not None and cache.centered else None
 
     # --- results --------------------------------------------------------------------------------------------------
 

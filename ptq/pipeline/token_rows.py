@@ -13,7 +13,7 @@ from ptq.hf.loading import load_tokenizer
 from ptq.models.model_shape import shape_of
 from ptq.pipeline import probe_size
 from ptq.pipeline.finetune import HELD_OUT
-from ptq.pipeline.needs import needs_hessians, needs_text
+from ptq.pipeline.needs import calibration_rows, needs_hessians, needs_text
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
 from ptq.statistics import calibration
@@ -41,7 +41,7 @@ def choose(
         )
     assert recipe.sequence_length is not None
     length = recipe.sequence_length if needed else min(recipe.sequence_length, probe_size.LENGTH)
-    samples, others = recipe.samples, probe_size.ROWS
+    samples, others = calibration_rows(plan, recipe), probe_size.ROWS
     if not needed:
         samples, others = 1, 2 * probe_size.ROWS - 1  # a short text can be probed
     tokenizer = load_tokenizer(model)

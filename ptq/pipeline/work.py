@@ -27,7 +27,7 @@ RECORD = "ptq.json"
 """The record inside a finished checkpoint."""
 MAX_RECORD_BYTES = 200_000_000
 """A line for each linear: those of 100 000 experts are 30 MB."""
-FOLDERS = ("linears", "clips", "hidden", "teacher", "hessians", "tuned", "probe", "outliers")
+FOLDERS = ("linears", "clips", "centers", "hidden", "teacher", "hessians", "tuned", "probe", "outliers")
 """The folders in a work folder."""
 REST = "rest.json"
 """A file beside them, written once every tensor that is not rounded is in its place."""

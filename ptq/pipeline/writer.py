@@ -18,8 +18,9 @@ from ptq.files.checkpoint import INDEX, Checkpoint
 from ptq.files.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.hf import residual
 from ptq.hf.packed_config import PtqConfig
+from ptq.kv import key_centers
 from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, guard
-from ptq.models.model_shape import UNREAD
+from ptq.models.model_shape import UNREAD, shape_of
 from ptq.pipeline.job import Job
 from ptq.pipeline.work import RECORD, Record, differences, read_record
 
@@ -122,6 +123,10 @@ def written_tensors(job: Job) -> Specs:
         found[name] = source[name].dtype, tuple(source[name].shape)
     if job.plan.online_residual is not None:
         found |= dict.fromkeys(residual.tensors(job.family), (torch.int16, (job.plan.online_residual.size,)))
+    if job.plan.cache is not None and job.plan.cache.centered:
+        shape, dtype = shape_of(job.config), source[f"{job.family.embedding}.weight"].dtype
+        names = (key_centers.tensor_name(job.family, index) for index in range(job.plan.blocks))
+        found |= dict.fromkeys(names, (dtype, (shape.kv_heads, shape.head_dim)))
     return found
 
 

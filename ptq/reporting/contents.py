@@ -10,6 +10,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.hf import packed_tensors, residual
 from ptq.hf.meta_model import packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
+from ptq.kv import key_centers
 from ptq.models.families import family_of
 from ptq.reporting.report_schema import PAGE
 
@@ -98,13 +99,15 @@ def check_packed(checkpoint: Checkpoint) -> None:
     assert packed is not None, checkpoint.folder
     family = family_of(checkpoint.config)
     inside = partial(packed_tensors.inside, family=family, prefix=family.layers.partition(".")[0])
-    modules = packed_modules(transformers_config(checkpoint), packed)
+    config, cache = transformers_config(checkpoint), packed.cache()
+    modules = packed_modules(config, packed)
     stored = {inside(name): info for name, info in checkpoint.tensors.items()}
     for name in residual.tensors(family) if packed.residual() else ():
         stored.pop(inside(name), None)
     if f"{family.embedding}.weight" not in checkpoint.tensors and inside(f"{family.head}.weight") not in stored:
         modules.pop(family.head, None)  # AutoModel saved it, without the head
     packed_tensors.check(modules, stored, checkpoint.folder, inside)
+    key_centers.check(config, cache is not None and cache.centered, stored, checkpoint.folder, inside)
 
 
 def _packed_owner(tensor: str) -> str:

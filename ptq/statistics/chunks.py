@@ -15,6 +15,9 @@ from ptq.files.shards import write_json
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
 
+SAMPLE = 8
+"""Chunks that are looked at where a part of the text is enough."""
+
 
 class Chunks:
     """The hidden states of one model, made by all processes together."""
@@ -51,6 +54,11 @@ class Chunks:
         if (written := work_files.read_json(mark := self._mark(index)).get("chunks")) != len(found):
             raise work_files.damaged(mark, f"it counts {written} chunks, beside it are {len(found)}")
         return found
+
+    def sample(self, index: int) -> list[Path]:
+        """At most `SAMPLE` of them, evenly spread."""
+        files = self.files(index)
+        return [files[len(files) * i // SAMPLE] for i in range(SAMPLE)] if len(files) > SAMPLE else files
 
     def read(self, path: Path) -> Float[Tensor, "batch t k"]:
         """One chunk."""

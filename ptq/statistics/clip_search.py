@@ -35,8 +35,8 @@ from ptq.statistics.chunks import Chunks
 
 GRID = tuple(round(1 - step / 40, 3) for step in range(21))
 """The clips that are tried: 1 to 0.5, the defaults among them."""
-TOKENS, CHUNKS = 512, 8
-"""Of the calibration text: most tokens of an input that are looked at, from so many chunks of rows at most."""
+TOKENS = 512
+"""Of the calibration text: most tokens of an input that are looked at."""
 LEAST_TOKENS = 32
 """With fewer tokens an input keeps its default clip."""
 FEW, OVERFLOWED = "for too few tokens of the text have come to it", "for its products overflow"
@@ -98,8 +98,7 @@ class Clips:
         mine = self.workers.share(inputs, lambda one: one.cost)
         todo = [one for one in inputs if one in mine and not self._file(one.name).exists()]
         if todo:
-            files = hidden.files(index)
-            sample = [files[len(files) * i // CHUNKS] for i in range(CHUNKS)] if len(files) > CHUNKS else files
+            sample = hidden.sample(index)
             errors = measure(part, todo, (hidden.read(path) for path in sample), -(-TOKENS // len(sample)))
             for one in todo:
                 write_json(self._file(one.name), errors[one.name].best(one.activation.clip), durable=False)

@@ -15,8 +15,8 @@ from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
 
-NO_NUMBERS: tuple[list[int], float, list[Tensor], int] = ([0, 0], 1.0, [], 0)
-"""Of a cache that is not packed: bits, clip, factors and order of a transform."""
+NO_NUMBERS: tuple[list[int], list[float], list[Tensor], int] = ([0, 0], [1.0, 1.0], [], 0)
+"""Of a cache that is not packed: bits, clips, factors and order of a transform."""
 DECODE = torch.ops.ptq.decode_layers.default
 
 

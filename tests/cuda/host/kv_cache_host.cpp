@@ -105,23 +105,26 @@ extern "C" int test_attend_shared(int parts, int d, int k_bits, int v_bits) {
 }
 
 // q, k and v of type 0, 2 or 3, [batch, tokens, heads * d + spread], to queries [batch, q heads, tokens, d] and into
-// the cache: keys and values [batch, kv heads, room, d], or, with bits, their codes and scales. sizes: batch, tokens, q
-// heads, kv heads, d, rotary_dim, order, start, whether that is read on the device, room, bits of keys and of
-// values (0: none), spread, rows of cos and sin.
+// the cache: keys and values [batch, kv heads, room, d], or, with bits, their codes and scales; of keys minus center
+// [kv heads, d], or null. sizes: batch, tokens, q heads, kv heads, d, rotary_dim, order, start, whether that is read on
+// the device, room, bits of keys and of values (0: none), spread, rows of cos and sin.
 extern "C" const char* test_kv_input(int backwards, int type, const void* const* given, const void* cos,
-                                     const void* sin, void* queries, void* const* cache, float clip, const int* sizes) {
+                                     const void* sin, const void* center, void* queries, void* const* cache,
+                                     const float* clips, const int* sizes) {
     machine.backwards = backwards;
     const int batch = sizes[0], tokens = sizes[1], d = sizes[4], room = sizes[9], spread = sizes[12];
     const int heads[3] = {sizes[2], sizes[3], sizes[3]}, all = batch * heads[1], width = type ? 2 : 4;
     std::vector<Buffer> x, held;
     for (int i = 0; i < 3; i++) x.emplace_back(given[i], int64_t{batch} * tokens * (heads[i] * d + spread) * width);
     const int64_t angles = int64_t{sizes[13]} * tokens * sizes[5] * width, start = sizes[7];
+    Buffer minus(center, center ? int64_t{heads[1]} * d * width : 0);
     Buffer c(cos, angles), s(sin, angles), at(&start, 8), out(nullptr, int64_t{batch} * tokens * heads[0] * d * width);
     const auto fill = [&]<class Room>(Room to) {
         Input<Room> p{};
         for (int i = 0; i < 3; i++)
             p.given[i] = {x[i].data(), int64_t{tokens} * (heads[i] * d + spread), heads[i] * d + spread};
         p.cos = c.data(), p.sin = s.data(), p.angle_stride = sizes[13] > 1 ? int64_t{tokens} * sizes[5] : 0;
+        p.center = center ? minus.data() : nullptr;
         p.queries = out.data(), p.room = to;
         p.batch = batch, p.tokens = tokens, p.q_heads = heads[0], p.kv_heads = heads[1], p.d = d;
         p.rotary_dim = sizes[5], p.order = sizes[6], p.room_tokens = room;
@@ -130,7 +133,7 @@ extern "C" const char* test_kv_input(int backwards, int type, const void* const*
     };
     const char* error;
     if (sizes[10]) {
-        PackedRoom to{{}, clip};
+        PackedRoom to{{}, {clips[0], clips[1]}};
         for (int side = 0; side < 2; side++) {
             const int bits = sizes[10 + side];
             held.emplace_back(cache[2 * side], code_bytes(room / chunk, all, d, bits));

@@ -1,0 +1,85 @@
+"""The centre of every head's keys (`ptq.kv.key_centers`): their mean over a sample of the calibration text.
+
+RoPE turns what keys have in common, the further the later a token stands, so the mean depends on the positions. Those
+of a short text would put the centre where later keys of a long context are not. So the tokens of the sample are put at
+positions that cover all that the model has, ever more thinly: about as many between 500 and 1000 as between 5000 and
+10 000. A pair of channels that turns within some tokens gets the centre 0, one that hardly turns its mean, and those
+between a part of it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ptq.hf.blocks import PartialModel
+from ptq.hf.loading import positions_of
+
+NAME = "ptq_keys"
+"""Of the attention function that ends a pass with its keys."""
+POSITIONS = 4096
+"""Of a model without a limit."""
+NEAR = 64
+"""Below it positions are spread evenly, above it evenly on a logarithmic scale. Measured: from 8 to 128 no number is
+best for all models and bits."""
+
+
+class _Keys(Exception):
+    def __init__(self, key: Tensor) -> None:
+        super().__init__()
+        self.key = key
+
+
+def _stop(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    raise _Keys(key)
+
+
+AttentionInterface.register(NAME, _stop)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def centers(part: PartialModel, states: Sequence[Float[Tensor, "batch t k"]]) -> Float64[Tensor, "h d"]:
+    """The mean key of every head in a block, of the tokens in states that enter it."""
+    limit, sums, tokens = reach(part.model.config), torch.zeros((), dtype=torch.float64), 0
+    for state in states:
+        rows, length, _ = state.shape
+        key = _keys(part, state, spread(rows, length, limit).to(state.device))
+        sums = sums + key.double().sum((0, 2)).cpu()
+        tokens += key.shape[0] * key.shape[2]
+    return sums / tokens
+
+
+def _keys(
+    part: PartialModel, state: Float[Tensor, "batch t k"], positions: Int64[Tensor, "batch t"]
+) -> Float[Tensor, "batch h t d"]:
+    """The keys of a block behind RoPE, its tokens at these positions."""
+    before: Any = part.model.config._attn_implementation
+    part.model.set_attn_implementation(NAME)
+    try:
+        part.run(state, positions)
+    except _Keys as found:
+        return found.key
+    finally:
+        part.model.set_attn_implementation(before)
+    raise AssertionError("attention is not called through transformers' interface")
+
+
+def reach(config: Any) -> int:
+    """Over how many positions keys are spread: those of the model, of LongRoPE those before its factors change."""
+    entry = getattr(config, "rope_parameters", None) or {}
+    kinds = [entry, *(kind for kind in entry.values() if isinstance(kind, dict))]
+    long = [kind for kind in kinds if kind.get("rope_type") == "longrope"]
+    original = [kind.get("original_max_position_embeddings") for kind in long]
+    original += [getattr(config, "original_max_position_embeddings", None)] if long else []
+    return next((limit for limit in original if limit), positions_of(config) or POSITIONS)
+
+
+def spread(rows: int, tokens: int, limit: int) -> Int64[Tensor, "rows tokens"]:
+    """Positions p below `limit`, p + `NEAR` evenly on a logarithmic scale, in ascending order in every row."""
+    count = rows * tokens
+    share = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return ((1 + limit / NEAR) ** share * NEAR - NEAR).long().clamp(max=limit - 1).view(tokens, rows).T
