@@ -71,7 +71,7 @@ def decode_cases(heads: int, kv_heads: int, d: int, before: int) -> dict[str, Ca
     r3 = hadamard.dense_factors(d, torch.device("cpu"))
 
     def packed_run(cache: list[torch.Tensor]) -> torch.Tensor:
-        numbers = before, BITS, BITS, 1.0, *r3, scaling, None, None, None
+        numbers = before, BITS, BITS, [1.0, 1.0], *r3, scaling, None, None, None
         return torch.ops.ptq.kv_decode_attention(q, k, v, *cos_sin, *cache, *numbers)
 
     packed = sum(side.nbytes for side in sides)

@@ -56,7 +56,7 @@ def cache_calls(bits: int, length: int) -> dict[str, Call]:
     and appending."""
     q = torch.randn(1, HEADS * GROUPS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     given, none = _decoded(), (None,) * 4
-    numbers = (length - 1, bits, bits, 0.95, [], HEAD_DIM, 0.09)
+    numbers = (length - 1, bits, bits, [0.95, 0.95], [], HEAD_DIM, 0.09)
     return {
         f"KV{bits} attend": lambda c: torch.ops.ptq.kv_attend(q, *c.values(), length, bits, bits, 0.09, *none),
         f"KV{bits} decode": lambda c: torch.ops.ptq.kv_decode_attention(*given, *c.values(), *numbers, *none),

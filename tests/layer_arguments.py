@@ -92,7 +92,8 @@ def arguments(
     of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
     those of the same input; `rotary_dim`: of each head; `hidden`: tokens that a mask hides, fewer in later rows;
     `tokens`: of each row; `moe`: whether there are experts in the place of an MLP; `mixer`: the roles of its first
-    input, and of one inside; `rope_layout`: of latent attention; `sinks`: whether heads have them.
+    input, and of one inside; `rope_layout`: of latent attention; `sinks`: whether heads have them;
+    `cache`: plain, or packed, with `sinks`, with `centred` keys, or with both.
     """
     torch.manual_seed(0)
     draw, before, sites, roles = torch.randn, 7, *((SITES, f"{mixer}ogud") if mlp else (SITES[:2], f"{mixer}o"))
@@ -130,8 +131,10 @@ def arguments(
             codes, scales = kv_ops.empty_chunks(1, batch, KV_HEADS, D, 4, state.device)
             kv_ops.append(codes, scales, state, 0, 4, 0.95, channel_major)
             held.extend((codes, scales))
-    if cache == "sinks":
+    if cache in ("sinks", "both"):
         held.extend((torch.tensor([0, 2, 0][:batch]), draw(batch, KV_HEADS, 3, D), draw(batch, KV_HEADS, 3, D)))
+    if cache in ("centred", "both"):
+        held.append(draw(KV_HEADS, D, dtype=dtype))
     sides, count = [n for n, _ in shapes], len(sites)
     inputs = [[bits] * count, [0.9, 0.8, 0.7, 0.9, 0.8][:count], *transforms(sites, list(orders[:count]), signed)]
     outputs = transforms(sides, [n if back else 0 for n in sides], signed and back)
@@ -155,7 +158,9 @@ def arguments(
     latent = [draw(HEADS, RANK, DK, dtype=dtype), draw(HEADS, D, RANK, dtype=dtype) / RANK**0.5] if is_latent else []
     special = D if mixer[0] == "Q" else 0, *recurrent, latent, rope_layout, [draw(HEADS, dtype=dtype)] * sinks
     fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *special, *found[1]]
-    token = dict(zip(TOKEN, [x, *cos_sin, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
+    token = dict(
+        zip(TOKEN, [x, *cos_sin, held, before, [4, 4], [0.95, 0.9], *r3, D**-0.5, multiplier, mask], strict=True)
+    )
     names = (argument.name for argument in found[0]._schema.arguments)
     return found[0], token | dict(zip(names, fixed, strict=True))
 

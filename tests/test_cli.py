@@ -277,7 +277,9 @@ def test_plan_shows_what_happens_when_the_model_runs(tiny: Path, tmp_path: Path)
     rows = {line.split()[0]: line for line in result.stdout.splitlines() if line}
     assert rows["model.layers.*.mlp.down_proj"].endswith("input bits=6 clip=0.95")
     assert "clip" not in rows["model.layers.*.self_attn.o_proj"] + rows["model.embed_tokens"]
-    assert rows["KV"].startswith("KV cache: key_bits=4 value_bits=3 clip=0.95 sinks=0 hadamard=sylvester:3")
+    assert rows["KV"].startswith(
+        "KV cache: key_bits=4 value_bits=3 key_clip=1.0 value_clip=1.0 sinks=0 hadamard=sylvester:3"
+    )
     assert listing(tmp_path) == {}
 
 

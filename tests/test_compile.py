@@ -136,7 +136,8 @@ def test_a_cache_of_a_fixed_size_without_a_compiler() -> None:
             found, wanted = (
                 model(ids[:, begin:end], past_key_values=cache, **more).logits for cache in (static, plain)
             )
-            torch.testing.assert_close(found[:, 5 - min(begin, 5) :], wanted[:, 5 - min(begin, 5) :])
+            seen = slice(5 - min(begin, 5), None)
+            torch.testing.assert_close(found[:, seen], wanted[:, seen], atol=2e-4, rtol=2e-4)
         for cache in (static, plain):
             cache.crop(-4)
             assert cache.get_seq_length() == 20

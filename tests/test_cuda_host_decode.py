@@ -8,6 +8,7 @@ import torch
 from test_cuda_host import ELEMENTS, SCHEDULES, check, compiled, pointer, random
 from torch import Tensor
 
+from ptq.kv import key_centers
 from ptq.ops import hadamard, kv_ops, steps
 
 __all__ = ["compiled"]  # the fixture
@@ -22,9 +23,9 @@ def padded(x: Tensor, spread: int) -> Tensor:
 
 def run_input(
     library: ctypes.CDLL, given: list[Tensor], cos_sin: tuple[Tensor, Tensor], cache: list[Tensor], d: int, order: int,
-    start: int, bits: tuple[int, int], *, at_device: bool, spread: int, backwards: bool,
+    start: int, bits: tuple[int, int], *, at_device: bool, spread: int, backwards: bool, center: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Queries, rotated; keys and values of `given` are in the cache."""
+    """Queries, rotated; keys, minus `center`, and values of `given` are in the cache."""
     library.test_kv_input.restype = ctypes.c_char_p
     q, k, _ = given
     batch, tokens = q.shape[:2]
@@ -38,13 +39,14 @@ def run_input(
     check(
         library.test_kv_input(
             int(backwards), ELEMENTS[q.dtype], (ctypes.c_void_p * 3)(*(x.data_ptr() for x in wide)),
-            pointer(cos_sin[0]), pointer(cos_sin[1]), pointer(out),
-            (ctypes.c_void_p * 4)(*(x.data_ptr() for x in cache)), ctypes.c_float(0.95), sizes,
+            pointer(cos_sin[0]), pointer(cos_sin[1]), pointer(center), pointer(out),
+            (ctypes.c_void_p * 4)(*(x.data_ptr() for x in cache)), (ctypes.c_float * 2)(*CLIPS), sizes,
         )
     )  # fmt: skip
     return out
 
 
+CLIPS = 0.95, 0.9
 CASES = [  # batch, tokens, query heads, key heads, d, rotary_dim, order
     (1, 1, 3, 1, 64, 64, 64), (2, 3, 2, 2, 128, 128, 128), (1, 2, 2, 1, 256, 256, 256), (1, 1, 4, 2, 96, 96, 32),
     (2, 1, 2, 1, 20, 8, 4), (1, 1, 1, 1, 6, 6, 2), (1, 5, 1, 1, 192, 100, 64), (1, 1, 2, 1, 128, 96, 0),
@@ -64,10 +66,13 @@ def test_input(compiled, case: tuple[int, ...], dtype: torch.dtype, backwards: b
     heads = [x.unflatten(2, (-1, d)).transpose(1, 2) for x in (q, k, v)]
     rotated_heads = steps.rotary(heads[0], heads[1], *cos_sin)
     factors, _ = hadamard.dense_factors(order or 1, q.device)
-    wanted_q, wanted_k = rotated_heads
+    center = None if backwards else random(kv_heads, d, dtype=dtype, seed=11)
+    wanted_q, wanted_k = rotated_heads[0], key_centers.without(rotated_heads[1], center)
     if order:
         assert not factors
-        wanted_q, wanted_k = (hadamard.reference(x.double(), None, factors, order, -1, False) for x in rotated_heads)
+        wanted_q, wanted_k = (
+            hadamard.reference(x.double(), None, factors, order, -1, False) for x in (wanted_q, wanted_k)
+        )
     for bits, start, at_device in (((0, 0), 3, False), ((4, 4), 255, True), ((3, 8), 0, False), ((0, 0), 0, True)):
         if bits[0]:
             cache = [y for b in bits for y in kv_ops.empty_chunks(2, batch, kv_heads, d, b, q.device)]
@@ -86,6 +91,7 @@ def test_input(compiled, case: tuple[int, ...], dtype: torch.dtype, backwards: b
             at_device=at_device,
             spread=5,
             backwards=backwards,
+            center=center,
         )
         assert near(out, wanted_q) and (order or torch.equal(out, wanted_q))
         here = slice(start, start + tokens)
@@ -98,10 +104,13 @@ def test_input(compiled, case: tuple[int, ...], dtype: torch.dtype, backwards: b
         # Codes are those of what the keys became, which is what the plain cache holds.
         plain = [torch.empty(batch, kv_heads, tokens, d, dtype=dtype) for _ in range(2)]
         run_input(
-            library, [q, k, v], cos_sin, plain, d, order, 0, (0, 0), at_device=False, spread=0, backwards=backwards
-        )
+            library, [q, k, v], cos_sin, plain, d, order, 0, (0, 0), at_device=False, spread=0, backwards=backwards,
+            center=center,
+        )  # fmt: skip
         for side in range(2):
-            kv_ops.append(before[2 * side], before[2 * side + 1], plain[side], start, bits[side], 0.95, side == 1)
+            kv_ops.append(
+                before[2 * side], before[2 * side + 1], plain[side], start, bits[side], CLIPS[side], side == 1
+            )
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(cache, before, strict=True))
 
 

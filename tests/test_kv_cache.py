@@ -31,13 +31,19 @@ SETTINGS = {"4": FOUR, "k3v8 sinks": MIXED, "k16v2": CacheQuantization(16, 2, si
 def model_of(settings: CacheQuantization | None, model_type: str = "llama", **changes: Any) -> Any:
     model = tiny_model(tiny_config(model_type, **changes))
     if settings is not None:
-        blocks = key_centers.blocks_of(body_of(model), model.config)
-        key_centers.register(blocks, model.config)
-        for index, block in enumerate(blocks):
-            center = block.get_buffer(f"{key_centers.attention_name(family_or_default(model.config))}.key_center")
-            center.copy_(torch.randn(center.shape, generator=torch.Generator().manual_seed(index)))
+        give_centers(model)
         attach(model, settings)
     return model
+
+
+def give_centers(model: Any) -> None:
+    """Random centres of keys, for settings that ask for some."""
+    blocks = key_centers.blocks_of(body_of(model), model.config)
+    key_centers.register(blocks, model.config)
+    for index, block in enumerate(blocks):
+        attention = block.get_submodule(key_centers.attention_name(family_or_default(model.config)))
+        center = key_centers.center_of(attention)
+        center.copy_(torch.randn(center.shape, generator=torch.Generator().manual_seed(index)) / 2)
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
@@ -221,6 +227,9 @@ def test_sliding_windows(model_type: str, window: int) -> None:
 def test_bfloat16() -> None:
     model = tiny_model(tiny_config("llama"), torch.bfloat16)
     attach(model, MIXED)
+    with pytest.raises(InputError, match="the model has no centres of keys"):
+        logits(model, tokens(1, 3))
+    give_centers(model)
     ids = tokens(2, 40)
     wanted = logits(model, ids).float()
     found = in_steps(model, ids, [30, 1, 1, 8])[0].float()
@@ -325,6 +334,7 @@ def test_attaching_again_copying_and_saving(tmp_path: Any) -> None:
     plain = logits(model, ids)
     attach(model, FOUR)
     wanted = logits(model, ids)
+    give_centers(model)
     attach(model, MIXED)
     mixed = logits(model, ids)
     assert not torch.equal(mixed, wanted)

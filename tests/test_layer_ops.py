@@ -45,13 +45,13 @@ CASES: list[dict[str, Any]] = [
     {"mlp": False, "norms": "aqkA", "orders": (0, 32)}, {"mlp": False, "bits": 0, "cache": "packed", "multiplier": 0.3},
     TWO_SIDED | {"mlp": False, "biases": "qkvo", "cache": "sinks"},
     {"fused": "qg", "norms": "amqk", "biases": "qog"}, {"fused": "q", "rotary_dim": 12, "cache": "packed", "batch": 1},
-    {"fused": "g", "rotary_dim": 6, "cache": "sinks", "gelu": True, "batch": 3},
+    {"fused": "g", "rotary_dim": 6, "cache": "both", "gelu": True, "batch": 3},
     {"mlp": False, "fused": "q", "rotary_dim": 2},
     {"mlp": False, "moe": True, "norms": "amqkAM", "multiplier": 0.3},
     {"mlp": False, "moe": True, "batch": 4, "tokens": 5, "hidden": 2},
     TWO_SIDED | {"fused": "qg", "biases": "qogd", "norms": "amqkAM", "batch": 4},
     TWO_SIDED | {"fused": "qg", "bits": 0, "cache": "packed", "rotary_dim": 8, "biases": ""},
-    {"batch": 5, "hidden": 4}, {"batch": 9, "hidden": 7, "cache": "packed"}, {"hidden": 3, "cache": "sinks"},
+    {"batch": 5, "hidden": 4}, {"batch": 9, "hidden": 7, "cache": "centred"}, {"hidden": 3, "cache": "sinks"},
     {"batch": 19, "bits": 0, "cache": "packed"}, TWO_SIDED | {"batch": 40, "bits": 0, "fused": "q", "hidden": 6},
     TWO_SIDED | {"batch": 18, "biases": "qkvogud", "multiplier": 0.3, "cache": "packed"},
     {"mixer": "Qkv", "norms": "amqk"}, {"mixer": "Qkv", "fused": "Q", "cache": "packed", "rotary_dim": 8, "bits": 0},
@@ -88,7 +88,7 @@ def test_the_bits_of_single_ops(format: str, case: dict[str, Any], dtype: torch.
     assert not torch.equal(mine["cache"][0], arguments(dtype, format, **case)[1]["cache"][0])  # something was stored
 
 
-@pytest.mark.parametrize("cache", ("plain", "packed", "sinks"))
+@pytest.mark.parametrize("cache", ("plain", "packed", "sinks", "centred", "both"))
 @pytest.mark.parametrize("format", ("integer", "e2m3", "e8p"))
 def test_several_layers_are_those_one_behind_another(format: str, cache: str, level: str) -> None:
     """Each with its own cache, tokens before, scaling and multiplier."""
@@ -283,7 +283,7 @@ def test_schema_and_fake(format: str) -> None:
     assert fake.shape == given["x"].shape and fake.dtype == given["x"].dtype
 
 
-@pytest.mark.parametrize("cache", ("plain", "packed", "sinks"))
+@pytest.mark.parametrize("cache", ("plain", "packed", "sinks", "centred", "both"))
 @pytest.mark.parametrize("format", ("integer", "e2m3", "e8p"))
 def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> None:
     op, good = arguments(torch.float32, format, norms="amqkAM", cache=cache, **TWO_SIDED)
@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> No
     wrongs = [
         ("x", x.expand(2, 2, -1)), ("x", x[0]), ("x", x[..., :-1]), ("x", x[:1]), ("gains", gains[:-1]),
         ("gains", [*gains[:3], torch.ones(5), *gains[4:]]), ("gains", [*gains[:5], torch.ones(5)]), ("eps", [1e-5] * 3),
-        ("round_first", [1]), ("cache", good["cache"][:-1]), ("cache_bits", [4]), ("before", 256), ("before", -1),
+        ("round_first", [1]), ("cache", good["cache"][1:]), ("cache_bits", [4]), ("before", 256), ("before", -1),
         ("cos", good["cos"][..., :-2]), ("counts", [0] * 3), ("counts", [9] * 4), ("counts", [-1] * 4),
         ("rows", [1, *rows[1:]]), ("rows", [*rows[:-1], 1]), ("rows", rows[:-1]), ("rows", []),
         ("orders", [64, 96, 64, 5]), ("back_orders", [96, 32, 32, 64, 96, 96, 5]), ("input_bits", [8] * 3),

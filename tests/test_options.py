@@ -32,8 +32,8 @@ METHOD = [
 OPTIONS = {
     "quarot": [
         *METHOD, "--weight-bits", "--bits", "--group-size", "--symmetric", "--asymmetric", "--online", "--offline",
-        "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks", "--bits-for",
-        "--scale",
+        "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks", "--key-centers",
+        "--no-key-centers", "--bits-for", "--scale",
     ],
     "quip-sharp": [*METHOD, "--bits", "--bits-for"],
     "fp6": [*METHOD, "--element", "--element-for", "--group-size", "--scale", "--scale-search"],
@@ -104,6 +104,8 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--value-bits": ("--kv-bits 4", "--value-bits 2", {"value_bits": 2}),
     "--kv-clip": ("--kv-bits 4", "--kv-clip 0.8", {"cache_clip": 0.8}),
     "--kv-sinks": ("--kv-bits 4", "--kv-sinks 5", {"cache_sinks": 5}),
+    "--key-centers": ("--kv-bits 4 --no-key-centers", "--key-centers", {"key_centers": True}),
+    "--no-key-centers": ("--kv-bits 4", "--no-key-centers", {"key_centers": False}),
     "--bits": ("", "--bits 3", {"bits": 3}),
     "--finetune": ("", "--finetune blocks", {"finetune": "blocks"}),
     "--finetune-epochs": ("--finetune blocks", "--finetune-epochs 2", {"finetune_epochs": 2}),
@@ -208,6 +210,7 @@ def test_the_page_of_all_commands_says_in_full_what_each_does() -> None:
         (dict(activation_clip=0.8), "--activation-clip does nothing without --activation-bits 8, 6 or 4"),
         (dict(cache_clip=0.8), "--kv-clip does nothing without --kv-bits"),
         (dict(activation_bits=4, cache_sinks=3), "--kv-sinks does nothing without --kv-bits"),
+        (dict(value_bits=4, key_centers=False), "--no-key-centers does nothing without --kv-bits or --key-bits"),
     ],
 )
 def test_what_python_gives_a_recipe(options: dict[str, Any], message: str) -> None:

@@ -251,12 +251,13 @@ def test_the_cache_of_the_plan() -> None:
         return make(recipe=dataclasses.replace(PLAIN, **changes)).cache
 
     assert cache() is None
-    assert cache(key_bits=4, value_bits=3) == CacheQuantization(4, 3, 0.95, 0, "paley1:19")
-    clips = {bits: cache(key_bits=bits, value_bits=8) for bits in (2, 4, 8)}
-    assert {bits: found and found.clip for bits, found in clips.items()} == {2: 0.9, 4: 0.95, 8: 1.0}
+    assert cache(key_bits=4, value_bits=3) == CacheQuantization(4, 3, 1.0, 0.95, 0, "paley1:19")
     for changes in (dict(rotate=False), dict(online=False)):
-        assert cache(key_bits=4, **changes) == CacheQuantization(4, 16, 0.95, 0, None)
-    assert cache(value_bits=2, cache_clip=1.0, cache_sinks=4) == CacheQuantization(16, 2, 1.0, 4, None)
+        assert cache(key_bits=4, **changes) == CacheQuantization(4, 16, 0.95, 1.0, 0, None)
+    assert cache(value_bits=2, cache_clip=1.0, cache_sinks=4) == CacheQuantization(16, 2, 1.0, 1.0, 4, None)
+    texts = dict(calibration="text.txt"), dict(), dict(calibration="text.txt", key_centers=False)
+    centered = [cache(key_bits=4, **text) for text in texts]
+    assert [found and found.centered for found in centered] == [True, False, False]
     plain, cached = make(), make(recipe=dataclasses.replace(PLAIN, key_bits=4))
     unbalanced = tuple(
         dataclasses.replace(linear, balance=linear.balance if linear.role in ("up", "down") else None)

@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ptq.errors import InputError
 from ptq.kv import key_centers, supported
-from ptq.kv.key_centers import KEY_CENTER, without
+from ptq.kv.key_centers import center_of, without
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.kv_side import Side, rotate, row_starts
 from ptq.kv.packed_cache import PackedCache, Signature
@@ -127,7 +127,7 @@ def forward(
     query = rotate(query, settings)
     if not isinstance(key, PackedStates):
         made = _straight if STRAIGHT_THROUGH.get() else quantized
-        center = module._buffers[KEY_CENTER] if settings.centered else None
+        center = center_of(module) if settings.centered else None
         key, value = made(without(key, center), value, settings, attention_mask)
     else:
         layer = key.layer

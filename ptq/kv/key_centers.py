@@ -81,11 +81,19 @@ def blocks_of(body: nn.Module, config: Any) -> nn.ModuleList:
     return getattr(body, family_or_default(config).layers.rpartition(".")[2])
 
 
+def center_of(attention: nn.Module) -> Float[Tensor, "h d"]:
+    """The centres of an attention module. Raises InputError where it has none."""
+    center = attention._buffers.get(KEY_CENTER)
+    if center is None:
+        raise InputError("KV cache: centered: the model has no centres of keys, which its checkpoint would bring")
+    return center
+
+
 def give(body: nn.Module, config: Any, cache: "PackedCache") -> None:
     """Let a cache know the centres of the model that it is used with."""
     attention = attention_name(family_or_default(config))
     for block, layer in zip(blocks_of(body, config), cache.layers, strict=True):
-        center = block.get_submodule(attention)._buffers[KEY_CENTER]
+        center = center_of(block.get_submodule(attention))
         if layer.center is center:  # pyright: ignore[reportAttributeAccessIssue]
             return  # and so do the others
         layer.center = center  # pyright: ignore[reportAttributeAccessIssue]

@@ -74,9 +74,11 @@ def test_packed_keys_and_values(case: tuple[int, ...], bits: tuple[int, int], dt
     room = [numbers(batch, heads, -(-length // 256) * 256, d, seed=seed) for seed in (4, 5)]
     sides = [*filled(room[0], bits[0], False), *filled(room[1], bits[1], True)]
     mine, mask = [x.to(GPU) for x in sides], mask_of(batch, t, before, length)
-    rest = (*bits, 0.95, [], order, d**-0.5)
-    wanted = kv_step.decode_attention(*given, *sides, before, *rest, None, None, None, mask)
-    found = OPS.kv_decode_attention(*on_gpu(given), *mine, before, *rest, None, None, None, mask.to(GPU))
+    rest, none = (*bits, [0.95, 0.9], [], order, d**-0.5), (None, None, None)
+    center = numbers(heads, d, seed=6).to(dtype) if bits[0] == 3 else None
+    on_device = None if center is None else center.to(GPU)
+    wanted = kv_step.decode_attention(*given, *sides, before, *rest, *none, mask, center)
+    found = OPS.kv_decode_attention(*on_gpu(given), *mine, before, *rest, *none, mask.to(GPU), on_device)
     # Sums of R3 are added in another order: a code of a key may be the next one.
     assert found.dtype == dtype and error(found, wanted) < max(TOLERANCE[dtype], 5e-3)
     for side, codes in enumerate((sides[:2], sides[2:])):
@@ -87,7 +89,7 @@ def test_packed_keys_and_values(case: tuple[int, ...], bits: tuple[int, int], dt
         assert torch.equal(x[:, :, :before], y[:, :, :before])
         assert (x - y).norm() < 0.02 * x.norm() and (side == 0 or torch.equal(x, y))
     start = torch.tensor(before, device=GPU)
-    again = OPS.kv_decode_attention_at(*on_gpu(given), *mine, start, *rest, mask.to(GPU))
+    again = OPS.kv_decode_attention_at(*on_gpu(given), *mine, start, *rest, mask.to(GPU), on_device)
     assert torch.equal(again, found) and int(start) == length
 
 
@@ -112,7 +114,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for order, factors, message in ((12, [], "power of two"), (64, [factor], "no dense factors")):
         with pytest.raises(RuntimeError, match=message):
             OPS.kv_decode_attention(
-                q, k, v, cos, sin, *side, 3, 4, 4, 0.95, factors, order, 0.1, None, None, None, None
+                q, k, v, cos, sin, *side, 3, 4, 4, [1.0, 1.0], factors, order, 0.1, None, None, None, None
             )
     torch.cuda.synchronize()  # no error sticks
 
