@@ -152,7 +152,7 @@ def _cache(shape: ModelShape, recipe: QuarotRecipe) -> CacheQuantization | None:
     def clip(bits: int, mixed: bool) -> float:
         if recipe.cache_clip is not None:
             return recipe.cache_clip
-        return (_least_error(shape.head_dim) if mixed else UNTURNED_CLIP).get(bits, 1.0)
+        return (clips_for(shape.head_dim) if mixed else UNTURNED_CLIP).get(bits, 1.0)
 
     return CacheQuantization(
         key_bits=recipe.key_bits,
@@ -165,7 +165,7 @@ def _cache(shape: ModelShape, recipe: QuarotRecipe) -> CacheQuantization | None:
     )
 
 
-def _least_error(head_dim: int) -> dict[int, float]:
+def clips_for(head_dim: int) -> dict[int, float]:
     """`CACHE_CLIP` for heads of this size."""
     size = min(max(2 ** round(math.log2(head_dim)), 8), 256)
     return {bits: clips[size] for bits, clips in CACHE_CLIP.items()}

@@ -26,7 +26,7 @@ from plant_outliers import plant, plant_keys
 
 from ptq import methods
 from ptq.kv.kv_cache import key_rotation
-from quarot.plan import QuarotRecipe
+from quarot.plan import QuarotRecipe, clips_for
 
 GROUPS = {"demo": 64, "babyllama-char361": 32, "stories260k": 4}
 """Columns that share a weight scale: the largest usual group that divides every width of the model."""
@@ -34,7 +34,7 @@ DEFAULT_GROUP = 64
 EIGHT = {"weight_bits": 8, "activation_bits": 8, "key_bits": 8, "value_bits": 8}
 SIX = {"weight_bits": 6, "activation_bits": 6, "key_bits": 6, "value_bits": 6}
 FOUR = {"weight_bits": 4, "activation_bits": 4, "key_bits": 4, "value_bits": 4}
-PLAIN = {"rotate": False, "rounding": "nearest", "activation_clip": 1.0, "cache_clip": 1.0}
+PLAIN = {"rotate": False, "rounding": "nearest", "activation_clip": 1.0, "cache_clip": 1.0, "key_centers": False}
 BAR_INT8, BAR_PLANTED, COLLAPSE = 0.5, 3.0, 100.0
 """Percent: W8A8KV8 above the original; planted above not planted; what is called a collapse."""
 
@@ -88,16 +88,21 @@ ABLATION: dict[str, dict[str, Any]] = {
     "R1, R2": {**FOUR, **PLAIN, "rotate": True, "online": False},
     "and R3": {**FOUR, **PLAIN, "rotate": True, "online": False},
     "and R4": {**FOUR, **PLAIN, "rotate": True},
-    "and clipping": {**FOUR, "rounding": "nearest"},
+    "and clipping": {**FOUR, "rounding": "nearest", "key_centers": False},
+    "and centred keys": {**FOUR, "rounding": "nearest"},
     "and GPTQ": FOUR,
 }
-"""Each row adds to the one above. Clipping: 0.9 for activations, 0.95 for the cache; weights always search."""
+"""Each row adds to the one above. Clipping: the default clips of inputs, keys and values; weights always search."""
 KEYS: list[dict[str, dict[str, Any]]] = [
-    {f"K{bits}, no R3": change, f"K{bits} and R3": change}
+    {
+        f"K{bits}, no R3": {**change, "key_centers": False},
+        f"K{bits} and R3": {**change, "key_centers": False},
+        f"K{bits} centred and R3": change,
+    }
     for bits in (4, 3, 2)
     for change in [{"weight_bits": 16, "key_bits": bits, "online": False}]
 ]
-"""R3 alone: nothing but keys is quantised. Also with outliers in the keys, where the balance is a third row."""
+"""R3, and centres: nothing but keys is quantised. Also with outliers in the keys, where the balance is one more row."""
 
 AND_R3 = "and R3"
 """R3 without R4 is no option of the recipe: the plan of these rows is edited."""
@@ -135,10 +140,11 @@ def keys_online() -> AbstractContextManager[Any]:
     planner = methods.planner
 
     def edited(method: str) -> Callable[..., Any]:
-        def plan(shape: Any, *rest: Any) -> Any:
-            found = planner(method)(shape, *rest)
+        def plan(shape: Any, family: Any, recipe: QuarotRecipe, tensors: Any) -> Any:
+            found = planner(method)(shape, family, recipe, tensors)
             assert found.cache is not None
-            return replace(found, cache=replace(found.cache, hadamard=key_rotation(shape.head_dim)))
+            own = {} if recipe.cache_clip is not None else {"key_clip": clips_for(shape.head_dim)[recipe.key_bits]}
+            return replace(found, cache=replace(found.cache, hadamard=key_rotation(shape.head_dim), **own))
 
         return plan
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import TINY, save_model
+from transformers import AutoConfig
 
 from ptq.commands.windows import Windows
+from ptq.models.model_shape import shape_of
 from ptq.pipeline.pipeline import plan
 from ptq.pipeline.result import Result
+from quarot.plan import UNTURNED_CLIP, clips_for
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -53,49 +56,57 @@ ORIGINAL = [0.9, 1.0, 1.1]
 
 
 def test_the_ablation_adds_one_thing_at_a_time(tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipes_run(tables, task, monkeypatch, [2.0, 1.8, 1.9, 1.5, 1.4, 1.3])
+    asked = recipes_run(tables, task, monkeypatch, [2.0, 1.8, 1.9, 1.5, 1.4, 1.35, 1.3])
     rows = list(tables.steps("ablation", task, 8, tables.ABLATION, ORIGINAL))
     plans = [found for _, _, found in asked]
-    assert [any(linear.input for linear in found.linears) for found in plans] == [False, *[True] * 5]
-    assert [found.cache.hadamard is not None for found in plans] == [False, False, *[True] * 4]
-    assert [any(linear.online for linear in found.linears) for found in plans] == [False] * 3 + [True] * 3
-    assert [found.cache.clip < 1 for found in plans] == [False] * 4 + [True] * 2
+    assert [any(linear.input for linear in found.linears) for found in plans] == [False, *[True] * 6]
+    assert [found.cache.hadamard is not None for found in plans] == [False, False, *[True] * 5]
+    assert [any(linear.online for linear in found.linears) for found in plans] == [False] * 3 + [True] * 4
+    assert [recipe.cache_clip for _, recipe, _ in asked] == [1.0] * 4 + [None] * 3
+    assert [found.cache.centered for found in plans] == [False] * 5 + [True] * 2
     clips = [{linear.activation.clip for linear in found.linears if linear.activation} for found in plans]
-    assert clips == [{1.0}] * 4 + [{0.9}] * 2
-    assert [recipe.rounding for _, recipe, _ in asked] == ["nearest"] * 5 + ["gptq"]
+    assert clips == [{1.0}] * 4 + [{0.9}] * 3
+    assert [recipe.rounding for _, recipe, _ in asked] == ["nearest"] * 6 + ["gptq"]
     for _, recipe, _ in asked:
         bits = (recipe.weight_bits, recipe.activation_bits, recipe.key_bits, recipe.value_bits, recipe.group_size)
         assert bits == (4, 4, 4, 4, 8)
     assert tables.percent(rows[0].loss_increase, 0.5) == pytest.approx((100 * (math.e - 1), 50 * math.e))
     assert rows[0].loss_increase_error == pytest.approx(0, abs=1e-12)
-    assert rows[0].step is None and [row.step for row in rows[1:]] == pytest.approx([-0.2, 0.1, -0.4, -0.1, -0.1])
+    assert rows[0].step is None and [row.step for row in rows[1:]] == pytest.approx(
+        [-0.2, 0.1, -0.4, -0.1, -0.05, -0.05]
+    )
     steps = [line for line in tables.verdicts(rows) if "ablation" in line]
-    assert [line.split(":")[1].strip()[0] for line in steps] == ["-", "+", "-", "-", "-"]
+    assert [line.split(":")[1].strip()[0] for line in steps] == ["-", "+", "-", "-", "-", "-"]
 
 
 def test_r3_alone(tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipes_run(tables, task, monkeypatch, [2.0, 1.8])
+    asked = recipes_run(tables, task, monkeypatch, [2.0, 1.8, 1.7])
     real = tables.keys_online
     edited: list[bool] = []
     monkeypatch.setattr(tables, "keys_online", lambda: edited.append(True) or real())
     rows = list(tables.steps("keys", task, 0, tables.KEYS[1], ORIGINAL))
-    assert [row.name for row in rows] == ["K3, no R3", "K3 and R3"] and edited == [True]
-    assert [found.cache.hadamard is not None for _, _, found in asked] == [False, True]
-    assert [(found.cache.key_bits, found.cache.value_bits) for _, _, found in asked] == [(3, 16)] * 2
+    assert [row.name for row in rows] == ["K3, no R3", "K3 and R3", "K3 centred and R3"] and edited == [True] * 2
+    assert [found.cache.hadamard is not None for _, _, found in asked] == [False, True, True]
+    assert [found.cache.centered for _, _, found in asked] == [False, False, True]
+    clip = clips_for(shape_of(AutoConfig.from_pretrained(task.folder)).head_dim)[3]
+    assert [found.cache.key_clip for _, _, found in asked] == [UNTURNED_CLIP[3], clip, clip]
+    assert [(found.cache.key_bits, found.cache.value_bits) for _, _, found in asked] == [(3, 16)] * 3
     assert not any(linear.online or linear.activation for _, _, found in asked for linear in found.linears)
 
 
 def test_keys_with_outliers(tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipes_run(tables, task, monkeypatch, [2.0, 1.8, 4.0, 3.0, 1.8] * 3)
+    asked = recipes_run(tables, task, monkeypatch, [2.0, 1.8, 1.7, 4.0, 3.0, 2.5, 1.8, 1.7] * 3)
     rows = list(tables.keys_table(task, 0, ORIGINAL))
-    four = rows[:5]
-    names = ["K4, no R3", "K4 and R3"]
-    planted = [f"outliers in keys, no balance, {name}" for name in names] + ["outliers in keys, K4 and R3"]
-    assert [row.name for row in four] == [*names, *planted] and len(rows) == 15
-    assert [folder == task.folder for folder, _, _ in asked[:5]] == [True, True, False, False, False]
-    balanced = [any(linear.balance for linear in found.linears) for _, _, found in asked[:5]]
-    assert balanced == [True, True, False, False, True]
-    assert [row.step for row in four] == [None, pytest.approx(-0.2), None, pytest.approx(-1.0), pytest.approx(-1.2)]
+    four = rows[:8]
+    names = ["K4, no R3", "K4 and R3", "K4 centred and R3"]
+    planted = [f"outliers in keys, no balance, {name}" for name in names]
+    assert [row.name for row in four[:6]] == [*names, *planted] and len(rows) == 24
+    assert [row.name for row in four[6:]] == [f"outliers in keys, {name}" for name in names[1:]]
+    assert [folder == task.folder for folder, _, _ in asked[:8]] == [True] * 3 + [False] * 5
+    balanced = [any(linear.balance for linear in found.linears) for _, _, found in asked[:8]]
+    assert balanced == [True] * 3 + [False] * 3 + [True] * 2
+    steps = [-0.2, -0.1, None, -1.0, -0.5, -0.7, -0.1]
+    assert [row.step for row in four[1:]] == [step and pytest.approx(step) for step in steps] and four[0].step is None
 
 
 def test_clips_are_compared_over_seeds(tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch) -> None:

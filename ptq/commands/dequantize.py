@@ -15,6 +15,7 @@ from ptq.files.source import path_of
 from ptq.hf import dequantized, residual
 from ptq.hf.meta_model import check_whole, packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
+from ptq.kv.key_centers import KEY_CENTER
 from ptq.layers.linear import QuantLinear, plain_weight
 from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, PackedWeight
 from ptq.models.families import family_of
@@ -47,6 +48,9 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     ]
     if turned is not None:
         changes.append(_untied(source, family, modules.get(family.embedding), turned, dtype))
+    centers = tuple(name for name in source.tensors if name.endswith(f".{KEY_CENTER}"))
+    if centers:
+        changes.append(Rewritten((), {}, lambda tensors: {}, None, dropped=centers))
     described = dtypes.plain(source.config, dtype)
     if turned is not None:
         described["tie_word_embeddings"] = False

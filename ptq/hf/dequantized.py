@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ptq.errors import InputError
 from ptq.hf import residual
 from ptq.hf.packed_config import PtqConfig
+from ptq.kv.key_centers import KEY_CENTER
 from ptq.layers.embedding import TiedHead
 from ptq.layers.linear import plain_weight
 from ptq.layers.packed_weight import GUARD, PackedWeight
@@ -92,7 +93,7 @@ def _is_ours(value: Any) -> bool:
 
 def _plain_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a model by name, with plain weights in the place of packed ones."""
-    weights = dict(model.state_dict())
+    weights = {name: x for name, x in model.state_dict().items() if not name.endswith(f".{KEY_CENTER}")}
     if any(tensor.is_meta for tensor in weights.values()):
         raise InputError("some weights of the model are not in memory; use `quantize dequantize` on its checkpoint")
     for name, module in model.named_modules():
