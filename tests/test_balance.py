@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import by_role
 from safetensors.torch import load_file, save_file
-from tiny_models import CACHED, DISTINCT, KEYS_WITHOUT_NORM, WRITTEN_PLAIN, save_model
+from tiny_models import CACHED, DISTINCT, KEYS_WITHOUT_NORM, WRITTEN_PLAIN, save_model, tiny_config, tiny_model
 
 import ptq
 from ptq.hf.blocks import PartialModel
@@ -18,8 +18,9 @@ from ptq.ops import hadamard
 from ptq.pipeline import balance, pipeline, rewrite
 from ptq.pipeline.job import Job
 from ptq.pipeline.work import Record
-from ptq.planning.plan import LinearPlan
+from ptq.planning.plan import KeyBalance, LinearPlan
 from ptq.planning.rotations import READERS
+from ptq.statistics import key_means
 from quarot.plan import QuarotRecipe
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "plant_outliers.py"
@@ -149,6 +150,42 @@ def test_the_scale_of_keys_makes_the_error_least() -> None:
     assert (balance.key_scale(query, key, partner)[0, [0, 4]] == 1).all()
     nothing = torch.zeros(8).double()
     assert torch.equal(balance.key_scale(nothing, nothing, partner), torch.ones(1, 8).double())
+
+
+@pytest.mark.parametrize(("rotary", "interleaved"), [(20, False), (20, True), (10, False), (0, False)])
+def test_what_a_centre_leaves_of_a_bias(rotary: int, interleaved: bool) -> None:
+    """Against a bias that is turned and centred by hand."""
+    model = tiny_model(tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}))
+    theta = model.model.rotary_emb.inv_freq
+    assert len(theta) == 10
+    if rotary < 20:
+        model.model.rotary_emb.inv_freq = theta[: rotary // 2]
+        theta = theta[: rotary // 2]
+    shape = replace(SHAPE, head_dim=20, rotary=rotary)
+    found = key_means.bias_left(model, shape, interleaved)
+    partner, pairs = balance.partners(shape, interleaved), range(rotary // 2)
+    first = [2 * pair if interleaved else pair for pair in pairs]
+    positions = key_means.spread(1, 4096, key_means.reach(model.config))[0].double()
+    wanted = torch.zeros(20).double()
+    for channel, angle in zip(first, theta.double(), strict=True):
+        turned = torch.polar(torch.ones_like(positions), positions * angle) * (3 + 4j)
+        wanted[[channel, int(partner[channel])]] = ((turned - turned.mean()).abs() ** 2).mean() / 25
+    torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
+    assert not rotary or (found[first[0]] > 0.9 and found[first[-1]] < 0.7)
+
+
+def test_a_bias_that_the_centre_takes_does_not_count() -> None:
+    """Of keys alone, and in the rows of keys alone."""
+    read = {"k.weight": torch.ones(16, 3), "q.weight": torch.ones(48, 3), "n": torch.ones(3)}
+    read["k.bias"] = torch.full((16,), 40.0)
+    given = KeyBalance("q", "k", "n", SHAPE)
+    left = torch.tensor([1.0, 1, 1, 0, 1, 1, 1, 0]).double()
+    found = balance.scale_of(given, read.get, bias_left=left)
+    assert torch.equal(found, balance.scale_of(given, {**read, "k.bias": read["k.bias"] * left.repeat(2)}.get))
+    assert not torch.equal(found, balance.scale_of(given, read.get))
+    read["q.bias"] = torch.zeros(48)
+    read["q.bias"][[0, 3]] = 40.0
+    assert not torch.equal(balance.scale_of(given, read.get, bias_left=left), found)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,14 @@ from ptq.planning.plan import Balance, KeyBalance, LinearPlan
 
 
 def scale_of(
-    balance: Balance | KeyBalance, read: Callable[[str], Tensor | None], norm_offset: float = 0.0
+    balance: Balance | KeyBalance,
+    read: Callable[[str], Tensor | None],
+    norm_offset: float = 0.0,
+    bias_left: Float64[Tensor, " head_dim"] | None = None,
 ) -> Float64[Tensor, "*c"]:
     """The scale of a balance; `read` gives a tensor of the source by name, None for one that it lacks. Norms add
-    `norm_offset` to their stored gain."""
+    `norm_offset` to their stored gain. `bias_left`: the share of a squared bias of keys that their centre leaves; None:
+    there is no centre."""
 
     def tensor(name: str) -> Tensor:
         found = read(name)
@@ -38,12 +42,15 @@ def scale_of(
         return scale(tensor(balance.producer)[balance.first : balance.first + reader.shape[1]], reader)
     gain, shape = tensor(balance.norm).double() + norm_offset, balance.shape
     found = []
-    for name, heads, first in (
-        (balance.query, shape.heads, 0),
-        (balance.key, shape.kv_heads, balance.first),
+    for name, heads, first, left in (
+        (balance.query, shape.heads, 0, None),
+        (balance.key, shape.kv_heads, balance.first, bias_left),
     ):
         rows, bias = slice(first, first + heads * shape.head_dim), read(f"{name}.bias")
-        found.append(mean_squares(tensor(f"{name}.weight")[rows], gain, None if bias is None else bias[rows]))
+        bias = None if bias is None else bias[rows].double()
+        if bias is not None and left is not None:
+            bias = bias * left.sqrt().to(bias.device).repeat(heads)
+        found.append(mean_squares(tensor(f"{name}.weight")[rows], gain, bias))
     return key_scale(found[0], found[1], partners(shape, balance.interleaved))
 
 

@@ -21,6 +21,7 @@ from ptq.pipeline import balance, ends, rewrite
 from ptq.pipeline.ends import Matrix
 from ptq.planning.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
+from ptq.statistics import key_means
 from ptq.weights import formats
 
 PIECE_BYTES = 8 << 20
@@ -67,8 +68,7 @@ class Job:
 
     def rewritten(self, linear: LinearPlan, dtype: torch.dtype) -> Tensor:
         """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""
-        w = self.tensor(linear.source).to(self.device)
-        return self._rewrite(linear, w, self._gain(linear), dtype)
+        return self._rewrite(linear, self.tensor(linear.source).to(self.device), self._gain(linear), dtype)
 
     def rewritten_rows(self, linear: LinearPlan) -> Iterator[Float[Tensor, "r k"]]:
         """`rewritten` in float32, some rows at a time: for the embedding and the head, where rows do not mix."""
@@ -242,8 +242,14 @@ class Job:
             return None
         if linear.balance not in self.last_scale:
             self.last_scale.clear()  # two linears want it, one after the other
-            self.last_scale[linear.balance] = balance.scale_of(linear.balance, self._read, self.plan.norm_offset)
+            found = balance.scale_of(linear.balance, self._read, self.plan.norm_offset, self._bias_left(linear))
+            self.last_scale[linear.balance] = found
         return balance.factor(linear, self.last_scale[linear.balance])
+
+    def _bias_left(self, linear: LinearPlan) -> Float64[Tensor, " head_dim"] | None:
+        if self.plan.cache is None or not self.plan.cache.centered or not isinstance(linear.balance, KeyBalance):
+            return None
+        return key_means.bias_left(self._part(None).model, linear.balance.shape, linear.balance.interleaved)
 
     def _gain(self, linear: LinearPlan) -> Float64[Tensor, " k"] | None:
         """What the norm multiplies with that is folded into a linear."""
@@ -278,9 +284,6 @@ class Job:
     def _part(self, index: int | None) -> PartialModel:
         return PartialModel(self.config, self.family, index, self.device)
 
-    def _float32(self, name: str) -> Tensor:
-        return self.tensor(name).float().to(self.device)
-
     def norms_and_kept(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors with a prefix that are no linear's, as they are written, in float32."""
         for name in self.plan.unit_norms:
@@ -289,7 +292,7 @@ class Job:
                 yield name, torch.full(shape, 1 - self.plan.norm_offset, device=self.device)
         for name in self.plan.kept:
             if name.startswith(prefix):
-                yield name, self._float32(name)
+                yield name, self.tensor(name).float().to(self.device)
 
 
 def _running(model: Model) -> AbstractContextManager[None]:

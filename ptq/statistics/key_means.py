@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ptq.hf.blocks import PartialModel
 from ptq.hf.loading import positions_of
+from ptq.models.model_shape import ModelShape
 
 NAME = "ptq_keys"
 """Of the attention function that ends a pass with its keys."""
@@ -83,3 +84,20 @@ def spread(rows: int, tokens: int, limit: int) -> Int64[Tensor, "rows tokens"]:
     count = rows * tokens
     share = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     return ((1 + limit / NEAR) ** share * NEAR - NEAR).long().clamp(max=limit - 1).view(tokens, rows).T
+
+
+def bias_left(model: nn.Module, shape: ModelShape, interleaved: bool) -> Float64[Tensor, " head_dim"]:
+    """The share of a squared bias of keys that their centre leaves, by channel: nothing where RoPE turns nothing, all
+    where a pair is turned around often. All, too, for a model with several tables of RoPE or with none that is known.
+
+    At position p a pair is turned by p θ, and over all of them its bias lies around |mean exp(i p θ)| of itself.
+    """
+    left = torch.zeros(shape.head_dim, dtype=torch.float64)
+    tables = {name: x for name, x in model.named_buffers() if name.endswith("inv_freq") and "original" not in name}
+    if shape.rotary and len(tables) != 1:
+        return left + 1
+    for theta in tables.values():
+        turns = torch.outer(spread(1, POSITIONS, reach(model.config))[0].double(), theta.double().cpu())
+        share = (1 - turns.cos().mean(0).square() - turns.sin().mean(0).square()).clamp(min=0)
+        left[: shape.rotary] = share.repeat_interleave(2) if interleaved else share.repeat(2)
+    return left
