@@ -31,6 +31,11 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
         yield "warning: nothing is quantised: --skip leaves every linear alone"
     if rows is None and recipe.calibration is not None:
         yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"
+    if plan.cache is not None and plan.cache.key_bits < 16 and recipe.calibration is None and rows is None:
+        yield (
+            "note: without text keys are cached with what all of them have in common, which costs precision: "
+            "see --calibration"
+        )
     fitted = token_rows.are_fitted(rows, probe)
     if fitted:
         yield (
