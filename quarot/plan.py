@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ptq.errors import InputError
 from ptq.kv.kv_cache import CacheQuantization, check_bits, check_clip, check_sinks, key_rotation
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
+from ptq.ops import hadamard
 from ptq.ops.activations import LEAST_CLIP, Activation
 from ptq.planning.finetuning import finetuned
 from ptq.planning.outline import Tensors, chosen, input_name, outline
@@ -32,8 +33,9 @@ CACHE_CLIP = {
 }
 """Clip of keys and of values by their bits and, to the nearest power of two, the size of a head: the one with the least
 squared error for Gaussian vectors (docs/math.md, section 9), which is what rotations make of them. 1 for more bits."""
+WITHOUT_CENTERS = "KV cache: without --calibration, keys are cached with all that they have in common, at a loss"
 UNTURNED_CLIP = {2: 0.9, 3: 0.95, 4: 0.95}
-"""The same where nothing mixes the channels of a head: a few may be far larger than the others."""
+"""The same where nothing mixes all channels of a head: a few may be far larger than the others."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class QuarotRecipe(Recipe):
     """Bits of the keys in the KV cache; 16 leaves them alone."""
     value_bits: int = 16
     cache_clip: float | None = None
-    """Share of the range of keys and values that is kept; None: `CACHE_CLIP`."""
+    """Share of the range of keys and values that is kept; None: `CACHE_CLIP` or `UNTURNED_CLIP`."""
     key_centers: bool = True
     """Keys are cached without what they have in common (`ptq.kv.key_centers`), if there is calibration text."""
     cache_sinks: int = 0
@@ -108,6 +110,12 @@ class QuarotRecipe(Recipe):
         if self.weight_bits < 16:
             check_kind(self.scale, self.weight_bits, self.group_size, self.symmetric)
 
+    def as_dict(self) -> dict[str, Any]:
+        found = super().as_dict()
+        if self.key_bits == 16:
+            del found["key_centers"]  # as in records of before there were any
+        return found
+
     @property
     def rounds(self) -> bool:
         bits = self.weight_bits, self.activation_bits, self.key_bits, self.value_bits, self.embedding_bits
@@ -141,6 +149,8 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tenso
         return replace(linear, activation=activation, format=formats.get("quarot/integer", **grid))
 
     made = replace(made, linears=chosen(made, recipe, tensors, rounded), cache=_cache(shape, recipe))
+    if recipe.key_centers and recipe.key_bits < 16 and recipe.calibration is None:
+        made = replace(made, notes=(*made.notes, WITHOUT_CENTERS))
     return finetuned(made, shape, recipe)
 
 
@@ -152,6 +162,7 @@ def _cache(shape: ModelShape, recipe: QuarotRecipe) -> CacheQuantization | None:
     def clip(bits: int, mixed: bool) -> float:
         if recipe.cache_clip is not None:
             return recipe.cache_clip
+        mixed = mixed and hadamard.largest_block(shape.head_dim) == shape.head_dim
         return (clips_for(shape.head_dim) if mixed else UNTURNED_CLIP).get(bits, 1.0)
 
     return CacheQuantization(

@@ -13,7 +13,7 @@ from tiny_models import CACHED, DISTINCT, KEYS_WITHOUT_NORM, WRITTEN_PLAIN, save
 
 import ptq
 from ptq.hf.blocks import PartialModel
-from ptq.models.model_shape import ModelShape
+from ptq.models.model_shape import ModelShape, shape_of
 from ptq.ops import hadamard
 from ptq.pipeline import balance, pipeline, rewrite
 from ptq.pipeline.job import Job
@@ -172,6 +172,12 @@ def test_what_a_centre_leaves_of_a_bias(rotary: int, interleaved: bool) -> None:
         wanted[[channel, int(partner[channel])]] = ((turned - turned.mean()).abs() ** 2).mean() / 25
     torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
     assert not rotary or (found[first[0]] > 0.9 and found[first[-1]] < 0.7)
+
+
+@pytest.mark.parametrize("model_type", ["opt", "gpt2"])
+def test_a_centre_leaves_nothing_of_a_bias_where_nothing_is_turned(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type))
+    assert not key_means.bias_left(model, shape_of(model.config), False).any()
 
 
 def test_a_bias_that_the_centre_takes_does_not_count() -> None:

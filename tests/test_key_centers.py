@@ -181,7 +181,37 @@ def test_centres_alone_take_few_rows(tmp_path: Path, text: Path, monkeypatch: py
     for samples in (3, 40):
         ptq.quantize(folder, tmp_path / f"{samples}", of_text(text, samples=samples, weight_bits=16), QUIET)
     ptq.quantize(folder, tmp_path / "gptq", of_text(text, samples=20, rounding="gptq"), QUIET)
-    assert rows == [3, 8, 20]
+    assert rows == [8, 8, 20]
+
+
+def test_a_short_text_is_enough(tmp_path: Path, text: Path) -> None:
+    """As much of it as there is; a single row is measured and fitted to."""
+    folder, short = save_model(tmp_path / "model"), tmp_path / "short.txt"
+    for letters in (130, 1200):
+        short.write_text(text.read_text()[:letters])
+        result = ptq.quantize(folder, tmp_path / f"out{letters}", of_text(short, sequence_length=None), QUIET)
+        assert result.text is not None and ("the model was fitted" in result.text) == (letters == 130)
+
+
+def test_fewer_layers_than_the_files_have(packed: Path) -> None:
+    with pytest.warns(UserWarning, match="the model has 1 blocks, and its files more"):
+        model = AutoModelForCausalLM.from_pretrained(packed, num_hidden_layers=1)
+    name = "model.layers.0.self_attn.key_center"
+    assert torch.equal(model.get_buffer(name), load_file(packed / "model.safetensors")[name])
+
+
+def test_a_block_that_ran_exactly_has_its_centres_again(tmp_path: Path) -> None:
+    """As for GPTAQ, between two chunks of text."""
+    config = tiny_config("llama")
+    part = PartialModel(config, FAMILIES["llama"], 0, torch.device("cpu"))
+    part.load({name: x for name, x in tiny_model(config).state_dict().items() if name.startswith(part.prefix)})
+    part.quantize_cache(CacheQuantization(3, 4, hadamard=key_rotation(config.head_dim), centered=True))
+    part.load({NAME: torch.randn(config.num_key_value_heads, config.head_dim)})
+    state = torch.randn(1, 5, config.hidden_size)
+    wanted = part.run(state)
+    with part.exact():
+        assert not torch.equal(part.run(state), wanted)
+    assert torch.equal(part.run(state), wanted)
 
 
 def test_saved_again_and_in_bfloat16(packed: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def model_of(settings: CacheQuantization | None, model_type: str = "llama", **ch
 def give_centers(model: Any) -> None:
     """Random centres of keys, for settings that ask for some."""
     blocks = key_centers.blocks_of(body_of(model), model.config)
-    key_centers.register(blocks, model.config)
+    key_centers.add_places(blocks, model.config)
     for index, block in enumerate(blocks):
         attention = block.get_submodule(key_centers.attention_name(family_or_default(model.config)))
         center = key_centers.center_of(attention)

@@ -92,7 +92,7 @@ def test_a_text_with_no_rows_but_those_that_are_fitted_to_is_told(tmp_path: Path
     text.write_text("the cat sat on a mat and the dog ran off. " * 100)
     count = str(4200 // 128)
     assert quantize("quarot", model, tmp_path / "out", "--calibration", text, "--samples", count).exit_code == 0
-    what = "text.txt, to which the weights were fitted"
+    what = "text.txt, to which the model was fitted"
     assert what in (tmp_path / "out" / "README.md").read_text() and read_result(tmp_path / "out").text == what
 
 

@@ -134,10 +134,11 @@ Tensor by_head(const Tensor& x, int64_t heads, int64_t d) {
     return contiguous(torch::stable::transpose(rows, 1, 2));
 }
 
-// key [b, heads, t, d] - center [heads, d], rounded to the key's dtype.
+// key [b, heads, t, d] - center [heads, d], both in the key's dtype, rounded to it.
 Tensor centered(const Tensor& key, const Tensor& center) {
     const int64_t b = key.size(0), heads = key.size(1), t = key.size(2), d = key.size(3);
-    const Tensor from = as_float(key), minus = as_float(center), to = fresh(key.sizes(), ScalarType::Float);
+    const Tensor from = as_float(key), minus = as_float(from_float(as_float(center), key.scalar_type())),
+                 to = fresh(key.sizes(), ScalarType::Float);
     const auto *x = static_cast<const float*>(from.const_data_ptr()),
                *c = static_cast<const float*>(minus.const_data_ptr());
     auto* y = static_cast<float*>(to.mutable_data_ptr());

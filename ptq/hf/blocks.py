@@ -122,7 +122,7 @@ class PartialModel:
         self.cache = settings
         if settings is not None:
             if settings.centered:
-                key_centers.register([self.block], self.model.config)
+                key_centers.add_places([self.block], self.model.config)
             attach(self.model, settings)
 
     @contextmanager

@@ -71,7 +71,7 @@ class PtqQuantizer(HfQuantizer):
         replaced = {name: swap(model, own, entries[name]) for name, own in own_names(model, entries).items()}
         cache = self.quantization_config.cache()
         if cache is not None and cache.centered:
-            key_centers.register(key_centers.blocks_of(body_of(model), model.config), model.config)
+            key_centers.add_places(key_centers.blocks_of(body_of(model), model.config), model.config)
         embedding.tie(model)
         if isinstance(model.get_input_embeddings(), embedding.PackedEmbedding):
             model.resize_token_embeddings = MethodType(embedding.resize_token_embeddings, model)

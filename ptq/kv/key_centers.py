@@ -40,10 +40,12 @@ def tensor_name(family: Family, index: int) -> str:
     return f"{family.layers}.{index}.{attention_name(family)}.{KEY_CENTER}"
 
 
-def register(blocks: Iterable[nn.Module], config: Any) -> None:
-    """Give the attention of these blocks of a model a place for centres, which is zeros."""
+def add_places(blocks: Iterable[nn.Module], config: Any) -> None:
+    """Give the attention of these blocks of a model a place for centres, zeros, where it has none yet."""
     shape, attention = shape_of(config), attention_name(family_or_default(config))
     for block in blocks:
+        if KEY_CENTER in block.get_submodule(attention)._buffers:
+            continue
         like = next(block.parameters())
         dtype = like.dtype if like.is_floating_point() else config.dtype
         zeros = torch.zeros(shape.kv_heads, shape.head_dim, dtype=dtype, device=like.device)
@@ -53,8 +55,8 @@ def register(blocks: Iterable[nn.Module], config: Any) -> None:
 def check(
     config: Any, centered: bool, stored: Mapping[str, TensorInfo], folder: Path, naming: Callable[[str], str]
 ) -> None:
-    """Check that files hold the centres of every block in their shape, or none of any; `naming` gives the key, among
-    what is stored, of a tensor. Raises InputError."""
+    """Check that files hold the centres of every block of a config in their shape (there may be more blocks in files
+    than are loaded), or none at all; `naming` gives the key, among what is stored, of a tensor. Raises InputError."""
     family, shape = family_or_default(config), shape_of(config)
     names = [tensor_name(family, index) for index in range(shape.blocks if centered else 0)]
     size = [shape.kv_heads, shape.head_dim]
@@ -67,9 +69,8 @@ def check(
                 f"{folder}: tensor {name!r} is {dtype_name(info.dtype)} {list(info.shape)}, config.json promises "
                 f"floating-point numbers {size}; the checkpoint is damaged"
             )
-    wanted = {naming(name) for name in names}
     for name in stored:
-        if name.endswith(f".{KEY_CENTER}") and name not in wanted:
+        if name.endswith(f".{KEY_CENTER}") and not centered:
             raise InputError(
                 f"{folder}: holds tensor {name!r}, of which kv_cache of quantization_config in config.json says "
                 "nothing: one of them is damaged"
@@ -94,6 +95,8 @@ def give(body: nn.Module, config: Any, cache: "PackedCache") -> None:
     attention = attention_name(family_or_default(config))
     for block, layer in zip(blocks_of(body, config), cache.layers, strict=True):
         center = center_of(block.get_submodule(attention))
+        if center.is_meta:
+            raise InputError("KV cache: the centres of keys are not in memory: load the model without offload_buffers")
         if layer.center is center:  # pyright: ignore[reportAttributeAccessIssue]
             return  # and so do the others
         layer.center = center  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,14 +17,12 @@ from ptq.planning.rotations import mlp_widths
 from ptq.recipe import Recipe
 from ptq.reporting.sizes import duration_text, size_text
 from ptq.statistics import clip_search
-from ptq.statistics.chunks import CHUNK_TOKENS, SAMPLE
+from ptq.statistics.chunks import CHUNK_TOKENS, SAMPLE_CHUNKS
 from ptq.statistics.clip_search import is_searched
 from ptq.statistics.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
 from ptq.weights.formats import RowScaledCodebook
 from ptq.weights.loss_scales import MULTIPLES
 
-CENTER_ROWS = 8
-"""Rows of text that are enough for the centres of keys."""
 ELEMENT_RATE = 5e8
 """Numbers per second and core that training goes through outside of matrix products, there and back."""
 BASE_SECONDS = 4.0
@@ -98,9 +96,10 @@ def heaviest_block(plan: Plan) -> list[LinearPlan]:
 def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int], bfloat16: bool = False) -> Estimate:
     """Needs of a run with a recipe whose `sequence_length` is known; `sizes` maps the source's tensors to their bytes,
     `bfloat16`: calibration rows are multiplied in it. Measures the machine for a moment."""
-    recipe = replace(recipe, samples=calibration_rows(plan, recipe))
     length = recipe.sequence_length
     assert length is not None
+    if not fits_weights(plan, recipe):
+        recipe, length = replace(recipe, samples=probe_size.CENTER_ROWS), min(length, probe_size.LENGTH)
     block = heaviest_block(plan)
     largest = max((4 if linear.role == "layer_embedding" else 6) * linear.weights for linear in plan.linears)
     needs = _Cost(memory=max(4 * weights_of(block) + 12 * max(x.weights for x in block), largest))
@@ -222,10 +221,10 @@ def _clip_search(block: list[LinearPlan], shape: ModelShape, tokens: int, length
     searched = [linear for linear in block if linear.clip_search]
     if not searched:
         return 0.0
-    sample = min(tokens, SAMPLE * max(length, CHUNK_TOKENS))
+    sample = min(tokens, SAMPLE_CHUNKS * max(length, CHUNK_TOKENS))
     passed = sample * _active(block, shape)
     experts = max(1, shape.experts)
-    most = {True: max(clip_search.TOKENS / experts, SAMPLE), False: clip_search.TOKENS}
+    most = {True: max(clip_search.TOKENS / experts, SAMPLE_CHUNKS), False: clip_search.TOKENS}
     tried = sum(min(most[x.expert is not None], share_of_tokens(x, shape) * sample) * x.weights for x in searched)
     return 2 * (passed + (1 + len(clip_search.GRID)) * tried)
 
@@ -243,11 +242,6 @@ def needs_text(plan: Plan, recipe: Recipe) -> bool:
 def fits_weights(plan: Plan, recipe: Recipe) -> bool:
     """Whether weights, or the clips of their inputs, are fitted to calibration text."""
     return needs_hessians(plan, recipe) or plan.finetune != "none" or is_searched(plan)
-
-
-def calibration_rows(plan: Plan, recipe: Recipe) -> int:
-    """How many rows of text go through the model: for the centres of keys alone, few are enough."""
-    return recipe.samples if fits_weights(plan, recipe) else min(recipe.samples, CENTER_ROWS)
 
 
 def needs_hessians(plan: Plan, recipe: Recipe) -> bool:

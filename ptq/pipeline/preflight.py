@@ -31,16 +31,11 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
         yield "warning: nothing is quantised: --skip leaves every linear alone"
     if rows is None and recipe.calibration is not None:
         yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"
-    if plan.cache is not None and plan.cache.key_bits < 16 and recipe.calibration is None and rows is None:
-        yield (
-            "note: without text keys are cached with what all of them have in common, which costs precision: "
-            "see --calibration"
-        )
     fitted = token_rows.are_fitted(rows, probe)
     if fitted:
         yield (
-            "warning: the text has no rows but those that weights are fitted to: the KL at the end is measured on them "
-            "and too low; `quantize verify OUT --against MODEL --text OTHER.txt` measures other text"
+            "warning: the text has no rows but those that the model is fitted to: the KL at the end is measured on "
+            "them and too low; `quantize verify OUT --against MODEL --text OTHER.txt` measures other text"
         )
     if rows is not None and (repeated := _repetition(rows)):
         yield (

@@ -2,6 +2,8 @@
 
 ROWS, LENGTH = 4, 256
 """Rows of text, of at most so many tokens."""
+CENTER_ROWS = 8
+"""As many tokens each, for the centres of keys where nothing else is fitted to the text."""
 LOGITS = 1 << 23
 """Most logits of a probe row: rows are shorter where the vocabulary is large."""
 LEAST_TOKENS = 16

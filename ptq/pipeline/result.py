@@ -34,7 +34,7 @@ class Result:
     original_perplexity: float | None = None
     """Of both models on the probe's rows of `text`; None where there is none."""
     text: str | None = None
-    """What these were measured on, and whether weights were fitted to it; None: a few random tokens."""
+    """What these were measured on, and whether the model was fitted to it; None: a few random tokens."""
 
 
 def read_result(out: Path) -> Result:

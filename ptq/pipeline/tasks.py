@@ -187,7 +187,7 @@ class Tasks:
         """Measure the centres of the keys of a rewritten block, and write them."""
         name, mark = self._centers(index), self.work / "centers" / f"{index}.json"
         if name and self.workers.first and not mark.exists():
-            states = [self.hidden.read(path) for path in self.hidden.sample(index)]
+            states = (self.hidden.read(path) for path in self.hidden.sample(index))
             with self.job.calibration_precision():
                 found = key_means.centers(part, states)
             self.place(mark, {name: found.to(self.shards.layout.tensors[name].dtype)}, {})

@@ -13,7 +13,7 @@ from ptq.hf.loading import load_tokenizer
 from ptq.models.model_shape import shape_of
 from ptq.pipeline import probe_size
 from ptq.pipeline.finetune import HELD_OUT
-from ptq.pipeline.needs import calibration_rows, needs_hessians, needs_text
+from ptq.pipeline.needs import fits_weights, needs_hessians, needs_text
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
 from ptq.statistics import calibration
@@ -24,7 +24,8 @@ def choose(
     plan: Plan, config: PreTrainedConfig, recipe: Recipe, model: Path
 ) -> tuple[Int[Tensor, "samples t"] | None, Int[Tensor, "rows probe"]]:
     """Token ids: the calibration rows, or None where the recipe needs none, and the probe, which are other rows of the
-    same text if it has any, and random tokens where there is no text. `recipe.sequence_length` must be known.
+    same text if it has any, and random tokens where there is no text. For the centres of keys alone, few and short rows
+    are enough. `recipe.sequence_length` must be known.
 
     Raises InputError where there is no text and it is needed, for too little text, for a tokenizer of another model.
     """
@@ -40,23 +41,22 @@ def choose(
             f"--samples {recipe.samples}"
         )
     assert recipe.sequence_length is not None
-    length = recipe.sequence_length if needed else min(recipe.sequence_length, probe_size.LENGTH)
-    samples, others = calibration_rows(plan, recipe), probe_size.ROWS
-    if not needed:
-        samples, others = 1, 2 * probe_size.ROWS - 1  # a short text can be probed
+    fitted, length, samples, others = True, recipe.sequence_length, recipe.samples, probe_size.ROWS
+    if not fits_weights(plan, recipe):  # a short text can be probed
+        fitted, length, samples = False, min(length, probe_size.LENGTH), 1
+        others += (probe_size.CENTER_ROWS if needed else probe_size.ROWS) - 1
     tokenizer = load_tokenizer(model)
     bos = calibration.bos_of(tokenizer, config)
     rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, others, bos)
     if int(rows.max()) >= vocab:
         raise InputError(f"{model}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
-    probe = rows[-probe_size.ROWS :]
-    if needed:
-        probe = rows[samples:] if len(rows) > samples else rows[: probe_size.ROWS]
+    samples = samples if fitted else max(0, len(rows) - probe_size.ROWS) or len(rows)
+    probe = rows[samples:] if len(rows) > samples else rows[: probe_size.ROWS]
     return rows[:samples] if needed else None, probe[:, : probe_size.length(vocab)].contiguous()
 
 
 def are_fitted(rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor, "rows p"]) -> bool:
-    """Whether weights are fitted to the very rows of the probe: the text had no others."""
+    """Whether weights, or centres of keys, are fitted to the very rows of the probe: the text had no others."""
     return rows is not None and torch.equal(rows[: len(probe), : probe.shape[1]], probe)
 
 
@@ -64,7 +64,7 @@ def described(text: str | None, rows: Int[Tensor, "samples t"] | None, probe: In
     """What the probe is taken from, in words; None where it is random."""
     if text is None:
         return None
-    return f"{text}, to which {'the weights were' if are_fitted(rows, probe) else 'nothing was'} fitted"
+    return f"{text}, to which {'the model was' if are_fitted(rows, probe) else 'nothing was'} fitted"
 
 
 def _without_text(plan: Plan, recipe: Recipe) -> str:

@@ -15,7 +15,7 @@ from ptq.files.shards import write_json
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
 
-SAMPLE = 8
+SAMPLE_CHUNKS = 8
 """Chunks that are looked at where a part of the text is enough."""
 
 
@@ -56,9 +56,10 @@ class Chunks:
         return found
 
     def sample(self, index: int) -> list[Path]:
-        """At most `SAMPLE` of them, evenly spread."""
+        """At most `SAMPLE_CHUNKS` of them, evenly spread."""
         files = self.files(index)
-        return [files[len(files) * i // SAMPLE] for i in range(SAMPLE)] if len(files) > SAMPLE else files
+        count = min(len(files), SAMPLE_CHUNKS)
+        return [files[len(files) * i // count] for i in range(count)]
 
     def read(self, path: Path) -> Float[Tensor, "batch t k"]:
         """One chunk."""

@@ -7,7 +7,7 @@ positions that cover all that the model has, ever more thinly: about as many bet
 between a part of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ AttentionInterface.register(NAME, _stop)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def centers(part: PartialModel, states: Sequence[Float[Tensor, "batch t k"]]) -> Float64[Tensor, "h d"]:
+def centers(part: PartialModel, states: Iterable[Float[Tensor, "batch t k"]]) -> Float64[Tensor, "h d"]:
     """The mean key of every head in a block, of the tokens in states that enter it."""
     limit, sums, tokens = reach(part.model.config), torch.zeros((), dtype=torch.float64), 0
     for state in states:
@@ -88,13 +88,13 @@ def spread(rows: int, tokens: int, limit: int) -> Int64[Tensor, "rows tokens"]:
 
 def bias_left(model: nn.Module, shape: ModelShape, interleaved: bool) -> Float64[Tensor, " head_dim"]:
     """The share of a squared bias of keys that their centre leaves, by channel: nothing where RoPE turns nothing, all
-    where a pair is turned around often. All, too, for a model with several tables of RoPE or with none that is known.
+    where a pair is turned around often. All, too, for a model with several tables of RoPE.
 
     At position p a pair is turned by p θ, and over all of them its bias lies around |mean exp(i p θ)| of itself.
     """
     left = torch.zeros(shape.head_dim, dtype=torch.float64)
     tables = {name: x for name, x in model.named_buffers() if name.endswith("inv_freq") and "original" not in name}
-    if shape.rotary and len(tables) != 1:
+    if len(tables) > 1:
         return left + 1
     for theta in tables.values():
         turns = torch.outer(spread(1, POSITIONS, reach(model.config))[0].double(), theta.double().cpu())
