@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/bfloat16.h"
 #include "common/cpu_level.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
@@ -134,19 +135,27 @@ Tensor by_head(const Tensor& x, int64_t heads, int64_t d) {
     return contiguous(torch::stable::transpose(rows, 1, 2));
 }
 
-// key [b, heads, t, d] - center [heads, d], both in the key's dtype, rounded to it.
-Tensor centered(const Tensor& key, const Tensor& center) {
-    const int64_t b = key.size(0), heads = key.size(1), t = key.size(2), d = key.size(3);
-    const Tensor from = as_float(key), minus = as_float(from_float(as_float(center), key.scalar_type())),
-                 to = fresh(key.sizes(), ScalarType::Float);
-    const auto *x = static_cast<const float*>(from.const_data_ptr()),
-               *c = static_cast<const float*>(minus.const_data_ptr());
-    auto* y = static_cast<float*>(to.mutable_data_ptr());
-    for (int64_t row = 0; row < b * heads * t; row++) {
-        const float* own = c + row / t % heads * d;
-        for (int64_t i = 0; i < d; i++) *y++ = *x++ - own[i];
+// key [b, heads, t, d] becomes less(key, center [heads, d]), number by number of T.
+template <class T, class Less>
+void less_each(const Tensor& key, const Tensor& center, const Less& less) {
+    const int64_t heads = key.size(1), t = key.size(2), d = key.size(3), rows = key.size(0) * heads * t;
+    auto* y = static_cast<T*>(key.mutable_data_ptr());
+    const auto* c = static_cast<const T*>(center.const_data_ptr());
+    for (int64_t row = 0; row < rows; row++, y += d) {
+        const T* own = c + row / t % heads * d;
+        for (int64_t i = 0; i < d; i++) y[i] = less(y[i], own[i]);
     }
-    return from_float(to, key.scalar_type());
+}
+
+// key -= center in the dtype of the key, which the rotary embedding has made: float32 or bfloat16, contiguous.
+void center_keys(const Tensor& key, const Tensor& center) {
+    const ScalarType type = key.scalar_type();
+    const Tensor own = center.scalar_type() == type ? compact(center) : from_float(as_float(center), type);
+    if (type == ScalarType::Float)
+        less_each<float>(key, own, [](float x, float c) { return x - c; });
+    else
+        less_each<uint16_t>(key, own,
+                            [](uint16_t x, uint16_t c) { return to_bfloat16(from_bfloat16(x) - from_bfloat16(c)); });
 }
 
 }  // namespace
@@ -181,7 +190,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     check_mask("kv_decode_attention", mask, q.size(0), t, before + t);
     const Tensor value = by_head(v, heads, d);
     auto [query, key] = steps::rotary(by_head(q, q.size(2) / d, d), by_head(k, heads, d), cos, sin);
-    if (key_center) key = centered(key, *key_center);
+    if (key_center) center_keys(key, *key_center);
     if (order) {
         query = hadamard::hadamard(query, std::nullopt, factors, order, -1, false);
         key = hadamard::hadamard(key, std::nullopt, factors, order, -1, false);
