@@ -208,7 +208,7 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
     from ptq.statistics import text_sources
 
     with source.headers_only(model) as (folder, missing):
-        target = pipeline.plan(str(folder), recipe)
+        target = pipeline.plan(str(folder), pipeline.with_text(recipe, model))
     if recipe.calibration is not None:
         text_sources.check(recipe.calibration)
     plan = target.plan

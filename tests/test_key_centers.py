@@ -263,3 +263,9 @@ def test_a_number_out_of_range_is_found(packed: Path) -> None:
     edit_tensors(lambda x: x[NAME].fill_(torch.nan))(packed)
     (packed / "ptq.json").unlink()
     check_refused(quantize("verify", packed), NAME)
+
+
+def test_the_plan_of_the_demo_counts_with_its_text(tmp_path: Path) -> None:
+    for options, centered in ((), True), (("--no-key-centers",), False):
+        shown = quantize("quarot", "demo", tmp_path / "out", "--kv-bits", 4, *options, "--plan")
+        assert f"hadamard=sylvester:6 centered={centered}" in shown.stdout and "KV cache: without" not in shown.stderr
