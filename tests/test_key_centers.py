@@ -20,9 +20,10 @@ from ptq.hf.blocks import PartialModel
 from ptq.kv import key_centers
 from ptq.kv.attention import quantized
 from ptq.kv.kv_cache import CacheQuantization, key_rotation
+from ptq.models.model_shape import shape_of
 from ptq.pipeline import stages
 from ptq.statistics import key_means
-from quarot.plan import QuarotRecipe
+from quarot.plan import QuarotRecipe, plan
 
 pytestmark = pytest.mark.usefixtures("fast")
 QUIET = ptq.RunOptions(progress=False, report=False)
@@ -269,3 +270,18 @@ def test_the_plan_of_the_demo_counts_with_its_text(tmp_path: Path) -> None:
     for options, centered in ((), True), (("--no-key-centers",), False):
         shown = quantize("quarot", "demo", tmp_path / "out", "--kv-bits", 4, *options, "--plan")
         assert f"hadamard=sylvester:6 centered={centered}" in shown.stdout and "KV cache: without" not in shown.stderr
+
+
+def test_records_of_runs_without_cached_keys_are_those_of_before() -> None:
+    assert "key_centers" not in QuarotRecipe(value_bits=4).as_dict()
+    assert QuarotRecipe(key_bits=4).as_dict()["key_centers"] is True
+
+
+@pytest.mark.parametrize("head_dim", [66, 96])
+def test_clips_where_no_matrix_mixes_a_whole_head(head_dim: int) -> None:
+    """Those for channels that may be far larger than others; of 66 channels pairs are mixed, 96 are all."""
+    config = tiny_config("llama", head_dim=head_dim, hidden_size=head_dim * 2, num_attention_heads=2)
+    family, recipe = FAMILIES["llama"], QuarotRecipe(key_bits=2, value_bits=3)
+    cache = plan(shape_of(config), family, recipe, {}).cache
+    assert cache is not None
+    assert (cache.key_clip, cache.value_clip) == ((0.9, 0.95) if head_dim == 66 else (0.6, 0.8))
