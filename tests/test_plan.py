@@ -16,7 +16,7 @@ from ptq.models.families import FAMILIES
 from ptq.models.model_shape import ModelShape, shape_of
 from ptq.pipeline import rewrite
 from ptq.planning.plan import LinearPlan, Plan, Rotation, check_claims
-from quarot.plan import QuarotRecipe, plan
+from quarot.plan import WITHOUT_CENTERS, QuarotRecipe, plan
 
 SHAPE = shape_of(tiny_config("llama"))
 PLAIN = QuarotRecipe(rounding="nearest")
@@ -259,11 +259,12 @@ def test_the_cache_of_the_plan() -> None:
     centered = [cache(key_bits=4, **text) for text in texts]
     assert [found and found.centered for found in centered] == [True, False, False]
     plain, cached = make(), make(recipe=dataclasses.replace(PLAIN, key_bits=4))
+    assert cached.notes == (WITHOUT_CENTERS,)
     unbalanced = tuple(
         dataclasses.replace(linear, balance=linear.balance if linear.role in ("up", "down") else None)
         for linear in cached.linears
     )
-    assert dataclasses.replace(cached, cache=None, linears=unbalanced) == plain
+    assert dataclasses.replace(cached, cache=None, linears=unbalanced, notes=()) == plain
     assert "kv_cache" not in PtqConfig.of(plain).to_dict()
     content = PtqConfig.of(cached).to_dict()
     assert PtqConfig(**content).cache() == cached.cache and PtqConfig(**content).to_dict() == content
