@@ -33,9 +33,9 @@ CACHE_CLIP = {
 }
 """Clip of keys and of values by their bits and, to the nearest power of two, the size of a head: the one with the least
 squared error for Gaussian vectors (docs/math.md, section 9), which is what rotations make of them. 1 for more bits."""
-WITHOUT_CENTERS = "KV cache: without --calibration, keys are cached with all that they have in common, at a loss"
 UNTURNED_CLIP = {2: 0.9, 3: 0.95, 4: 0.95}
 """The same where nothing mixes all channels of a head: a few may be far larger than the others."""
+WITHOUT_CENTERS = "KV cache: without --calibration, keys are cached with all that they have in common, at a loss"
 
 
 @dataclass(frozen=True)

@@ -70,13 +70,16 @@ def decode_cases(heads: int, kv_heads: int, d: int, before: int) -> dict[str, Ca
         sides.extend((codes, scales))
     r3 = hadamard.dense_factors(d, torch.device("cpu"))
 
-    def packed_run(cache: list[torch.Tensor]) -> torch.Tensor:
-        numbers = before, BITS, BITS, [1.0, 1.0], *r3, scaling, None, None, None
+    center = torch.randn(kv_heads, d, dtype=torch.bfloat16)
+
+    def packed_run(cache: list[torch.Tensor], center: torch.Tensor | None = None) -> torch.Tensor:
+        numbers = before, BITS, BITS, [1.0, 1.0], *r3, scaling, None, None, None, None, center
         return torch.ops.ptq.kv_decode_attention(q, k, v, *cos_sin, *cache, *numbers)
 
     packed = sum(side.nbytes for side in sides)
     caches = [[side.clone() for side in sides] for _ in range(copies(packed))]
     found[f"ptq {BITS} bits"] = Case(pooled(packed_run, caches), packed)
+    found[f"ptq {BITS} bits, centred keys"] = Case(pooled(lambda cache: packed_run(cache, center), caches), packed)
     return found
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, quantize
-from tiny_models import CACHED, DISTINCT, save_model, tiny_config, tiny_model
+from tiny_models import CACHED, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -21,7 +20,7 @@ from ptq.kv.attention import CACHE, attach, body_of
 from ptq.kv.kv_cache import CacheQuantization, key_rotation
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
-from ptq.models.families import FAMILIES, family_or_default
+from ptq.models.families import family_or_default
 
 FOUR = CacheQuantization(4, 4, hadamard=key_rotation(20))
 MIXED = CacheQuantization(3, 8, 0.9, 0.95, sinks=3, hadamard=key_rotation(20), centered=True)
@@ -75,88 +74,6 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 GENERATE: dict[str, Any] = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
-
-
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
-def test_settings_round_trip() -> None:
-    for settings in SETTINGS.values():
-        assert CacheQuantization.parse(settings.as_dict()) == settings
-    assert FOUR.as_dict() == {
-        "version": 2, "key_bits": 4, "value_bits": 4, "key_clip": 0.95, "value_clip": 0.95, "sinks": 0,
-        "hadamard": "paley1:19", "centered": False,
-    }  # fmt: skip
-
-
-def test_settings_of_version_1_are_read() -> None:
-    """As checkpoints of before have them: one clip, and keys as they are."""
-    entry = {"version": 1, "key_bits": 3, "value_bits": 8, "clip": 0.9, "sinks": 3, "hadamard": "paley1:19"}
-    assert CacheQuantization.parse(entry) == replace(MIXED, value_clip=0.9, centered=False)
-    for wrong in ({**entry, "centered": True}, {**entry, "key_clip": 0.8}):
-        with pytest.raises(InputError, match="expected key_bits, value_bits, clip, sinks, hadamard; found"):
-            CacheQuantization.parse(wrong)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"key_bits": 5}, "key_bits must be one of 2, 3, 4, 6, 8, 16, found 5"),
-        ({"value_bits": True}, "value_bits must be a whole number, found True"),
-        ({"key_clip": 0}, "key_clip must be above 0"),
-        ({"value_clip": 1.5}, "value_clip"),
-        ({"value_clip": float("nan")}, "value_clip"),
-        ({"key_clip": 10**400}, "kv_cache: int too large"),
-        ({"centered": 1}, "centered must be true or false, found 1"),
-        ({"centered": True, "key_bits": 16}, "keys of 16 bits are cached as they are"),
-        ({"sinks": -1}, "sinks must be"),
-        ({"sinks": 1000}, "sinks must be"),
-        ({"hadamard": "walsh:4"}, "Hadamard construction"),
-        ({"hadamard": 4}, "hadamard must be a text, or null, found 4"),
-        ({"version": 3}, "this package reads versions 1 to 2"),
-        ({"version": True}, "this package reads versions 1 to 2"),
-        ({"more": 1}, "expected key_bits"),
-    ],
-)
-def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        CacheQuantization.parse({**FOUR.as_dict(), **changes})
-    with pytest.raises(InputError, match="expected an object"):
-        CacheQuantization.parse([4])
-
-
-def test_settings_that_do_not_fit_the_model_are_refused() -> None:
-    with pytest.raises(InputError, match="does not divide head_dim 20"):
-        attach(model_of(None), CacheQuantization(hadamard="sylvester:3"))
-    with pytest.raises(InputError, match="sliding-window"):
-        attach(model_of(None, "mistral", sliding_window=8), CacheQuantization(sinks=4))
-    with pytest.raises(InputError, match="caps the logits"):
-        attach(model_of(None, "gemma3_text", attn_logit_softcapping=50.0), FOUR)
-    with pytest.raises(InputError, match="use_bidirectional_attention True in config.json"):
-        attach(model_of(None, "gemma2", attn_logit_softcapping=None, use_bidirectional_attention=True), FOUR)
-    with pytest.raises(InputError, match="is_causal False in config.json"):
-        attach(model_of(None, is_causal=False), FOUR)
-
-
-def test_keys_and_values_are_not_given_out() -> None:
-    """Another cache would be made of nothing, and the context be lost without a word."""
-    model = model_of(FOUR)
-    cache = model(torch.arange(5)[None], use_cache=True).past_key_values
-    for taken in (lambda: DynamicCache(cache), lambda: DynamicCache([(x.keys, x.values) for x in cache.layers])):
-        with pytest.raises(InputError, match="holds codes, and no keys and values"):
-            taken()
-    again = copy.deepcopy(cache)
-    assert torch.equal(again.layers[0].read()[0], cache.layers[0].read()[0])
-
-
-@pytest.mark.parametrize("model_type", [name for name in DISTINCT if name not in CACHED])
-def test_what_does_not_fit_is_refused_before_anything_is_done(model_type: str, tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", model_type)
-    message = "sinks of its own" if "sinks" in str(FAMILIES[model_type].kept) else "caps the logits"
-    message = f"not all blocks of {model_type} have plain attention" if FAMILIES[model_type].mixers else message
-    for bits in ("--kv-bits", "--value-bits"):
-        check_refused(quantize("quarot", model, tmp_path / "out", bits, 4, "--plan"), message)
-    assert quantize("quarot", model, tmp_path / "out", "--activation-bits", 4, "--plan").exit_code == 0
 
 
 # --- fake = real -----------------------------------------------------------------------------------------------------
@@ -279,6 +196,17 @@ def test_too_many_tokens_are_refused() -> None:
     model = model_of(FOUR)
     with pytest.raises(InputError, match="made for 20 tokens, 21 are needed"):
         in_steps(model, tokens(1, 21), [20, 1], PackedCache(model.config, FOUR, 20))
+
+
+def test_keys_and_values_are_not_given_out() -> None:
+    """Another cache would be made of nothing, and the context be lost without a word."""
+    model = model_of(FOUR)
+    cache = model(torch.arange(5)[None], use_cache=True).past_key_values
+    for taken in (lambda: DynamicCache(cache), lambda: DynamicCache([(x.keys, x.values) for x in cache.layers])):
+        with pytest.raises(InputError, match="holds codes, and no keys and values"):
+            taken()
+    again = copy.deepcopy(cache)
+    assert torch.equal(again.layers[0].read()[0], cache.layers[0].read()[0])
 
 
 def test_caches_of_other_models_are_refused() -> None:

@@ -70,7 +70,8 @@ class PtqQuantizer(HfQuantizer):
             model._can_compile_fullgraph = False  # which experts there are to run is asked of the tokens
         replaced = {name: swap(model, own, entries[name]) for name, own in own_names(model, entries).items()}
         cache = self.quantization_config.cache()
-        if cache is not None and cache.centered:
+        centered = cache is not None and cache.centered
+        if centered:
             key_centers.add_places(key_centers.blocks_of(body_of(model), model.config), model.config)
         embedding.tie(model)
         if isinstance(model.get_input_embeddings(), embedding.PackedEmbedding):
@@ -84,7 +85,6 @@ class PtqQuantizer(HfQuantizer):
             paths = [Path(file) for file in files]
             stored = stored_in(paths, model)
             packed_tensors.check(replaced | ends, stored, paths[0].parent, lambda name: _inside(name, model))
-            centered = cache is not None and cache.centered
             key_centers.check(model.config, centered, stored, paths[0].parent, lambda name: _inside(name, model))
             _refuse_other_numbers(model, stored, paths[0].parent)
             _warn_of_others(self.quantization_config.linears.keys() - entries.keys(), stored, model)

@@ -247,7 +247,7 @@ class Job:
         return balance.factor(linear, self.last_scale[linear.balance])
 
     def _bias_left(self, linear: LinearPlan) -> Float64[Tensor, " head_dim"] | None:
-        if self.plan.cache is None or not self.plan.cache.centered or not isinstance(linear.balance, KeyBalance):
+        if not self.plan.centered or not isinstance(linear.balance, KeyBalance):
             return None
         return key_means.bias_left(self._part(None).model, linear.balance.shape, linear.balance.interleaved)
 

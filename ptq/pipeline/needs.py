@@ -236,7 +236,7 @@ def share_of_tokens(linear: LinearPlan, shape: ModelShape) -> float:
 
 def needs_text(plan: Plan, recipe: Recipe) -> bool:
     """Whether a run needs calibration text."""
-    return fits_weights(plan, recipe) or (plan.cache is not None and plan.cache.centered)
+    return fits_weights(plan, recipe) or plan.centered
 
 
 def fits_weights(plan: Plan, recipe: Recipe) -> bool:

@@ -80,7 +80,7 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
             rotated, after = probe.run(index, part, states.get("rotated"), routes)
     if original is not None and rotated is not None:
         probe.compare(index, original, rotated, routes)
-    if job.plan.cache is not None and job.plan.cache.centered:
+    if job.plan.centered:
         with progress.step(f"block {index}: key centres", 0):
             tasks.center_keys(index, part)
     if teacher == "rotated":

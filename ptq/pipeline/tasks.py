@@ -199,8 +199,7 @@ class Tasks:
         return {name: self.shards.read(name)} if name else {}
 
     def _centers(self, index: int) -> str | None:
-        cache = self.job.plan.cache
-        return key_centers.tensor_name(self.job.family, index) if cache is not None and cache.centered else None
+        return key_centers.tensor_name(self.job.family, index) if self.job.plan.centered else None
 
     # --- results --------------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ def written_tensors(job: Job) -> Specs:
         found[name] = source[name].dtype, tuple(source[name].shape)
     if job.plan.online_residual is not None:
         found |= dict.fromkeys(residual.tensors(job.family), (torch.int16, (job.plan.online_residual.size,)))
-    if job.plan.cache is not None and job.plan.cache.centered:
+    if job.plan.centered:
         shape, dtype = shape_of(job.config), source[f"{job.family.embedding}.weight"].dtype
         names = (key_centers.tensor_name(job.family, index) for index in range(job.plan.blocks))
         found |= dict.fromkeys(names, (dtype, (shape.kv_heads, shape.head_dim)))

@@ -190,6 +190,11 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What a user should know before the run, such as a width that has no full-size Hadamard matrix."""
 
+    @property
+    def centered(self) -> bool:
+        """Whether keys are cached without their centre."""
+        return self.cache is not None and self.cache.centered
+
     def block(self, index: int) -> Iterator[LinearPlan]:
         """The linears of one decoder block."""
         return (linear for linear in self.linears if linear.block == index)
