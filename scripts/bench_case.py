@@ -10,6 +10,9 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ptq.ops import huge_pages
 
 POOL_BYTES = 256 << 20
 ROUND_SECONDS = 0.1
@@ -87,7 +90,9 @@ def copies(nbytes: int) -> int:
 
 
 def pooled(run: Callable[..., object], weights: list) -> Callable[[], object]:
-    """`run` on the next of the weights at every call."""
+    """`run` on the next of the weights at every call, which lie in memory as those of a loaded model do."""
+    tensors = [x for x in tree_leaves(weights) if isinstance(x, Tensor) and x.layout is torch.strided]
+    huge_pages.use(tensors)
     pool = itertools.cycle(weights)
     return lambda: run(next(pool))
 

@@ -36,10 +36,10 @@ inline const void* in_four_pages(uintptr_t place) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
-// Of lines that will be read soon, those `distance` bytes after [from, from + bytes), or as many others.
-template <Load load = Load::heavy>
+// Of lines that will be read soon, those `distance` bytes after [from, from + bytes), or as many others: `far`, where
+// they go to the second-level cache.
+template <Load load = Load::heavy, int64_t far = 8192>
 [[gnu::always_inline]] inline void fetch_ahead(const void* from, int64_t bytes, int64_t distance) {
-    constexpr int64_t far = 8192;
     const auto place = reinterpret_cast<uintptr_t>(from);
     const auto at = [](uintptr_t line) { return reinterpret_cast<const void*>(line); };
     if (fetching == Fetching::in_four_pages)

@@ -131,6 +131,10 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
 constexpr int64_t pair_columns = 32;   // of a vector of bfloat16
 constexpr int64_t pairs_ahead = 2048;  // bytes
 
+// Likewise, where lines go to the second-level cache: one token computes little, and its lines are soon needed.
+template <int tokens>
+constexpr int64_t pairs_far = tokens == 1 ? 4096 : 8192;
+
 // acc += the products of 32 columns of the weight, or of the first of them, with those of each token.
 template <int tokens>
 inline void multiply_pairs(const uint16_t* weight, const uint16_t* x, int64_t k, __mmask32 columns, int chain,
@@ -152,7 +156,7 @@ inline void row_of_pairs(const Linear& p, int64_t n, int64_t from) {
     for (; i + chains * pair_columns <= p.k; i += chains * pair_columns) {
 #pragma GCC unroll 4
         for (int c = 0; c < chains; c++) {
-            fetch_ahead<load_of<tokens>>(weight + i + c * pair_columns, 64, pairs_ahead);
+            fetch_ahead<Load::heavy, pairs_far<tokens>>(weight + i + c * pair_columns, 64, pairs_ahead);
             multiply_pairs<tokens>(weight + i + c * pair_columns, x + i + c * pair_columns, p.k, all, c, acc);
         }
     }
