@@ -97,11 +97,10 @@ def perplexity(
 ) -> None:
     """Perplexity by the papers' protocol: windows that do not overlap, the tail dropped, exp of the mean loss."""
     source.check_readable(text)
-    from ptq.commands.perplexity import Question, as_record, as_table, measure
-    from ptq.hf.loading import device_named
+    from ptq.commands.perplexity import as_record, as_table, measure
 
     with _quiet(debug):
-        measured = measure(Question(model, text, dataset, context, against, device_named(device), _dtype(dtype)))
+        measured = measure(model, text, dataset, context, against, device, _dtype(dtype))
     _show(measured, as_record, as_table, as_json)
 
 
@@ -121,10 +120,9 @@ def compare(
     for checkpoint in checkpoints:
         source.local_folder(checkpoint)
     from ptq.commands import compare as command
-    from ptq.hf.loading import device_named
 
     with _quiet(debug):
-        made = command.compare(model, checkpoints, text, dataset, context, device_named(device), _dtype(dtype))
+        made = command.compare(model, checkpoints, text, dataset, context, device, _dtype(dtype))
     _show(made, command.as_record, command.as_table, as_json)
 
 

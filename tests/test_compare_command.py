@@ -10,8 +10,10 @@ from test_evaluate import tiny_llama
 from typer.testing import Result
 
 import ptq
+from ptq.commands import compare as command
 from ptq.commands import evaluate
 from ptq.commands import perplexity as perplexity_command
+from ptq.errors import InputError
 from quarot.plan import QuarotRecipe
 
 
@@ -55,6 +57,14 @@ def test_it_gives_the_numbers_of_perplexity(folders: dict[str, str], monkeypatch
             key: found[key] for key in ("text", "windows", "dtype")
         }
     assert found["checkpoints"][0]["kl"] > 10 * found["checkpoints"][1]["kl"] > 0
+
+
+def test_python_gives_the_numbers_of_the_command(folders: dict[str, str]) -> None:
+    done = compare(folders, "model", "w3", "w8", "--json")
+    found = ptq.compare(Path(folders["model"]), [folders["w3"], Path(folders["w8"])], folders["text.txt"], context=16)
+    assert command.as_record(found) == json.loads(done.stdout)
+    with pytest.raises(InputError, match="as a list"):
+        ptq.compare(folders["model"], folders["w3"], folders["text.txt"])
 
 
 def test_its_table(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

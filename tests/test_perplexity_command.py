@@ -14,10 +14,12 @@ from test_evaluate import ROOT, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
+import ptq
 from ptq.cli import app
 from ptq.commands import evaluate
 from ptq.commands import perplexity as command
 from ptq.commands.windows import Windows, windows_from_text
+from ptq.errors import InputError
 from ptq.files import hub
 
 
@@ -72,12 +74,24 @@ def test_a_loss_whose_exp_is_no_number() -> None:
     own = evaluate.Perplexity(800.0, 1.0, 2, 16)
     other = evaluate.Perplexity(4.0, 1.0, 2, 16)
     windows = Windows(torch.zeros(2, 16, dtype=torch.long), 32, "none", "none")
-    question = command.Question("model", None, None, None, "other", torch.device("cpu"), None)
     result = evaluate.Agreement(own, other, 800.0, 1.0, 0.0, 1.0)
-    measured = command.Measured(question, "text", windows, result, "float32")
+    measured = command.Measured("model", "other", "text", windows, result, "float32", torch.device("cpu"))
     record = json.loads(json.dumps(command.as_record(measured), allow_nan=False))
     assert record["perplexity"] is None and record["standard_error"] is None and record["loss"] == 800.0
     assert command.as_table(measured).row_count == 11
+
+
+def test_python_gives_the_numbers_of_the_command(model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfox" * 4)
+    found = ptq.perplexity(model_folder, text, context=16, against=str(model_folder))
+    done = perplexity(
+        str(model_folder), "--text", str(text), "--context", "16", "--against", str(model_folder), "--json"
+    )
+    assert json.loads(done.stdout) == command.as_record(found)
+    assert found.own == found.result.original and found.result.kl == 0
+    with pytest.raises(InputError, match="name the text"):
+        ptq.perplexity(model_folder)
 
 
 def test_it_refuses_bad_input_in_one_sentence_before_weights_are_read(model_folder, tmp_path, monkeypatch):

@@ -16,10 +16,11 @@ from ptq.commands import evaluate
 from ptq.commands.evaluate import Agreement
 from ptq.commands.perplexity import distance, growth, machine_record, numbers, text_record, windows_for
 from ptq.commands.windows import Windows
+from ptq.errors import InputError
 from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import dtype_name
-from ptq.hf.loading import load_model
+from ptq.hf.loading import device_named, load_model
 from ptq.pipeline.progress import counting
 from ptq.reporting.contents import Contents, summary
 from ptq.reporting.sizes import with_error
@@ -44,29 +45,30 @@ class Comparison:
 
 
 def compare(
-    original: str,
-    checkpoints: Sequence[str],
-    text: Path | None,
-    dataset: str | None,
-    context: int | None,
-    device: torch.device,
-    dtype: torch.dtype | None,
+    original: str | Path,
+    checkpoints: Sequence[str | Path],
+    text: str | Path | None = None,
+    dataset: str | None = None,
+    context: int | None = None,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """Run every window through all of them, which are in memory together, in the dtype of the original.
+    """Run every window of the file `text`, or of a `dataset`, through all of them, which are in memory together, in the
+    dtype of the original, or another.
 
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
     """
-    names = (*checkpoints, original)
+    if isinstance(checkpoints, str | Path):
+        raise InputError(f"give the checkpoints as a list: [{str(checkpoints)!r}]")
+    names, place = (*map(str, checkpoints), str(original)), device_named(device)
     name, windows = windows_for(names, text, dataset, context)
     sizes = tuple(summary(Checkpoint.open(source.resolve(each))) for each in names)
-    plain = load_model(original, dtype, device)
-    models = [load_model(each, plain.dtype, device) for each in checkpoints]
+    plain = load_model(names[-1], dtype, place)
+    models = [load_model(each, plain.dtype, place) for each in names[:-1]]
     with counting("windows") as advance:
         found = evaluate.compare_all(models, plain, windows, progress=advance)
-    return Comparison(
-        original, tuple(checkpoints), sizes, tuple(found), name, windows, dtype_name(plain.dtype), plain.device
-    )
+    return Comparison(names[-1], names[:-1], sizes, tuple(found), name, windows, dtype_name(plain.dtype), place)
 
 
 def as_record(made: Comparison) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.files import hub
 from ptq.files.dtypes import dtype_name
-from ptq.hf.loading import load_config, load_model, load_tokenizer
+from ptq.hf.loading import device_named, load_config, load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.reporting.sizes import with_error
 from ptq.statistics import text_sources
@@ -31,28 +31,17 @@ DATASET = "wikitext2"
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be measured: `model`, which may be compared with `against`, on the file `text` or on a `dataset`, in
-    windows of `context` tokens. `dtype` None is the stored one."""
+class Measured:
+    """The perplexity of a model, with what a reader must know to repeat it."""
 
     model: str
-    text: Path | None
-    dataset: str | None
-    context: int | None
     against: str | None
-    device: torch.device
-    dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The answer, with what a reader must know to repeat it."""
-
-    question: Question
+    """What it was compared with."""
     text_name: str
     windows: Windows
     result: Perplexity | Agreement
     dtype: str
+    device: torch.device
 
     @property
     def own(self) -> Perplexity:
@@ -60,26 +49,35 @@ class Measured:
         return self.result.model if isinstance(self.result, Agreement) else self.result
 
 
-def measure(question: Question) -> Measured:
-    """Load the model, or both, and run every window through.
+def measure(
+    model: str | Path,
+    text: str | Path | None = None,
+    dataset: str | None = None,
+    context: int | None = None,
+    against: str | Path | None = None,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Measured:
+    """Run windows of `context` tokens (None: the papers' 2048, or as many as the model takes) of the file `text`, or of
+    a `dataset`, through a model, and through another that it is compared with. `dtype` None: the stored one.
 
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
     """
-    others = [] if question.against is None else [question.against]
-    name, windows = windows_for([question.model, *others], question.text, question.dataset, question.context)
-    model = load_model(question.model, question.dtype, question.device)
+    name, other, place = str(model), None if against is None else str(against), device_named(device)
+    text_name, windows = windows_for([name] if other is None else [name, other], text, dataset, context)
+    loaded = load_model(name, dtype, place)
     with counting("windows") as advance:
-        if question.against is None:
-            result = perplexity(model, windows, progress=advance)
+        if other is None:
+            result = perplexity(loaded, windows, progress=advance)
         else:  # in the same dtype, so that the divergence is not that of two precisions
-            original = load_model(question.against, model.dtype, question.device)
-            result = compare(model, original, windows, progress=advance)
-    return Measured(question, name, windows, result, dtype_name(model.dtype))
+            original = load_model(other, loaded.dtype, place)
+            result = compare(loaded, original, windows, progress=advance)
+    return Measured(name, other, text_name, windows, result, dtype_name(loaded.dtype), place)
 
 
 def windows_for(
-    models: Sequence[str], text: Path | None, dataset: str | None, context: int | None
+    models: Sequence[str], text: str | Path | None, dataset: str | None, context: int | None
 ) -> tuple[str, Windows]:
     """The name of a text, and its windows, which must be the same for all models. Raises as `measure` does."""
     first, *others = models
@@ -101,7 +99,7 @@ def windows_for(
 
 
 def _text(
-    models: Sequence[str], text: Path | None, dataset: str | None, tokenizer: PreTrainedTokenizerBase
+    models: Sequence[str], text: str | Path | None, dataset: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, str]:
     """(name, text) of what is to be predicted; the text exactly as the file has it."""
     if text is not None and dataset is not None:
@@ -112,7 +110,7 @@ def _text(
         if "demo" not in models:
             raise InputError(f"name the text to predict: --text FILE or --dataset {DATASET}")
         text = demo_path() / "heldout.txt"
-    return str(text), text_sources.read_text(text, tokenizer)
+    return str(text), text_sources.read_text(Path(text), tokenizer)
 
 
 def _wikitext2() -> str:
@@ -132,15 +130,15 @@ def _wikitext2() -> str:
 
 def as_record(measured: Measured) -> dict[str, Any]:
     """The numbers, for JSON."""
-    question, result = measured.question, measured.result
+    result = measured.result
     record = {
-        "model": question.model,
+        "model": measured.model,
         **text_record(measured.text_name, measured.windows),
         **numbers(measured.own),
-        **machine_record(measured.dtype, question.device),
+        **machine_record(measured.dtype, measured.device),
     }
     if isinstance(result, Agreement):
-        record["against"] = {"model": question.against, **numbers(result.original), **distance(result)}
+        record["against"] = {"model": measured.against, **numbers(result.original), **distance(result)}
     return record
 
 
@@ -191,13 +189,13 @@ def _or_none(value: float | None) -> float | None:
 
 def as_table(measured: Measured) -> Table:
     """The same for people."""
-    question, windows, result, own = measured.question, measured.windows, measured.result, measured.own
-    table = Table(show_header=False, title=f"{question.model} on {measured.text_name}")
+    windows, result, own = measured.windows, measured.result, measured.own
+    table = Table(show_header=False, title=f"{measured.model} on {measured.text_name}")
     table.add_row("perplexity", _with_error(own.perplexity, own.standard_error))
     table.add_row("loss (nats per token)", _with_error(own.loss, own.loss_standard_error))
     if isinstance(result, Agreement):
         theirs = result.original
-        table.add_row(f"perplexity of {question.against}", _with_error(theirs.perplexity, theirs.standard_error))
+        table.add_row(f"perplexity of {measured.against}", _with_error(theirs.perplexity, theirs.standard_error))
         table.add_row("loss increase", _with_error(result.loss_increase, result.loss_increase_standard_error))
         table.add_row("growth of the perplexity", f"{100 * growth(result):+.2f} %")
         table.add_row("KL(original || model), nats", _with_error(result.kl, result.kl_standard_error))
@@ -205,7 +203,7 @@ def as_table(measured: Measured) -> Table:
     table.add_row("windows x context", f"{len(windows)} x {windows.context} of {windows.found} tokens")
     table.add_row("tokenizer", windows.tokenizer)
     table.add_row("beginning-of-sequence token", windows.bos)
-    table.add_row("computed in", f"{measured.dtype} on {question.device}")
+    table.add_row("computed in", f"{measured.dtype} on {measured.device}")
     return table
 
 

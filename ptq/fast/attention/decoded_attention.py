@@ -97,6 +97,7 @@ class AttentionKind(NamedTuple):
         if not on_cpu and not gpu_ops_serve(*given):
             return None
         find = decoding.layer_on_cpu if on_cpu else decoding.layer_on_gpu
+        recorded = torch.is_grad_enabled()  # else keys and values, views of their room, need not be made
         layers = []
         for module, kind in attentions:
             if kind.scaled and not x.is_cpu:  # the positions would have to come from there
@@ -110,7 +111,7 @@ class AttentionKind(NamedTuple):
                 return None
             if not decoding.fits(attention_mask, x, layer):
                 return None
-            if not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
+            if recorded and not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
                 return None  # a learned prefix
             layers.append(layer)
         return layers
