@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,11 +97,11 @@ def perplexity(
 ) -> None:
     """Perplexity by the papers' protocol: windows that do not overlap, the tail dropped, exp of the mean loss."""
     source.check_readable(text)
-    from ptq.commands.perplexity import as_record, as_table, measure
+    from ptq.commands.perplexity import measure
 
     with _quiet(debug):
         measured = measure(model, text, dataset, context, against, device, _dtype(dtype))
-    _show(measured, as_record, as_table, as_json)
+    _show(measured, as_json)
 
 
 def compare(
@@ -119,25 +119,18 @@ def compare(
     source.check_readable(text)
     for checkpoint in checkpoints:
         source.local_folder(checkpoint)
-    from ptq.commands import compare as command
+    from ptq.commands.compare import compare as compared
 
     with _quiet(debug):
-        made = command.compare(model, checkpoints, text, dataset, context, device, _dtype(dtype))
-    _show(made, command.as_record, command.as_table, as_json)
+        made = compared(model, checkpoints, text, dataset, context, device, _dtype(dtype))
+    _show(made, as_json)
 
 
-def _show(made: Any, as_record: Callable[[Any], dict[str, Any]], as_table: Callable[[Any], Any], as_json: bool) -> None:
-    from rich.console import Console
-
+def _show(made: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(as_record(made), indent=2, allow_nan=False))
-        return
-    console, shown = Console(markup=False, highlight=False, emoji=False), as_table(made)
-    whole = console.measure(shown, options=console.options.update(width=1 << 16)).maximum
-    console.width = max(console.width, whole)  # or else long names are cut
-    with console.capture() as table:
-        console.print(shown)
-    cli.write(table.get())
+        print(json.dumps(made.as_record(), indent=2, allow_nan=False))
+    else:
+        cli.write(f"{made}\n")
 
 
 def _stdin() -> str:

@@ -10,7 +10,6 @@ from test_evaluate import tiny_llama
 from typer.testing import Result
 
 import ptq
-from ptq.commands import compare as command
 from ptq.commands import evaluate
 from ptq.commands import perplexity as perplexity_command
 from ptq.errors import InputError
@@ -62,9 +61,11 @@ def test_it_gives_the_numbers_of_perplexity(folders: dict[str, str], monkeypatch
 def test_python_gives_the_numbers_of_the_command(folders: dict[str, str]) -> None:
     done = compare(folders, "model", "w3", "w8", "--json")
     found = ptq.compare(Path(folders["model"]), [folders["w3"], Path(folders["w8"])], folders["text.txt"], context=16)
-    assert command.as_record(found) == json.loads(done.stdout)
-    with pytest.raises(InputError, match="as a list"):
-        ptq.compare(folders["model"], folders["w3"], folders["text.txt"])
+    assert found.as_record() == json.loads(done.stdout)
+    assert str(found) == repr(found) == compare(folders, "model", "w3", "w8").stdout.rstrip("\n")
+    for no_list in (folders["w3"], []):
+        with pytest.raises(InputError, match="as a list"):
+            ptq.compare(folders["model"], no_list, folders["text.txt"])
 
 
 def test_its_table(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

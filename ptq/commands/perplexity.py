@@ -22,6 +22,7 @@ from ptq.files import hub
 from ptq.files.dtypes import dtype_name
 from ptq.hf.loading import device_named, load_config, load_model, load_tokenizer
 from ptq.pipeline.progress import counting
+from ptq.reporting.console_tables import whole_table
 from ptq.reporting.sizes import with_error
 from ptq.statistics import text_sources
 from ptq.statistics.calibration import bos_of
@@ -30,7 +31,7 @@ DATASET = "wikitext2"
 """The text that papers predict."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Measured:
     """The perplexity of a model, with what a reader must know to repeat it."""
 
@@ -47,6 +48,40 @@ class Measured:
     def own(self) -> Perplexity:
         """That of the model itself."""
         return self.result.model if isinstance(self.result, Agreement) else self.result
+
+    def as_record(self) -> dict[str, Any]:
+        """The numbers, for JSON: what `quantize perplexity --json` prints."""
+        result = self.result
+        record = {
+            "model": self.model,
+            **text_record(self.text_name, self.windows),
+            **numbers(self.own),
+            **machine_record(self.dtype, self.device),
+        }
+        if isinstance(result, Agreement):
+            record["against"] = {"model": self.against, **numbers(result.original), **distance(result)}
+        return record
+
+    def __str__(self) -> str:
+        """The table of the command."""
+        windows, result, own = self.windows, self.result, self.own
+        table = Table(show_header=False, title=f"{self.model} on {self.text_name}")
+        table.add_row("perplexity", _with_error(own.perplexity, own.standard_error))
+        table.add_row("loss (nats per token)", _with_error(own.loss, own.loss_standard_error))
+        if isinstance(result, Agreement):
+            theirs = result.original
+            table.add_row(f"perplexity of {self.against}", _with_error(theirs.perplexity, theirs.standard_error))
+            table.add_row("loss increase", _with_error(result.loss_increase, result.loss_increase_standard_error))
+            table.add_row("growth of the perplexity", f"{100 * growth(result):+.2f} %")
+            table.add_row("KL(original || model), nats", _with_error(result.kl, result.kl_standard_error))
+            table.add_row("same most likely token", f"{100 * result.top1:.2f} %")
+        table.add_row("windows x context", f"{len(windows)} x {windows.context} of {windows.found} tokens")
+        table.add_row("tokenizer", windows.tokenizer)
+        table.add_row("beginning-of-sequence token", windows.bos)
+        table.add_row("computed in", f"{self.dtype} on {self.device}")
+        return whole_table(table)
+
+    __repr__ = __str__
 
 
 def measure(
@@ -128,20 +163,6 @@ def _wikitext2() -> str:
     return "\n\n".join(rows["text"])
 
 
-def as_record(measured: Measured) -> dict[str, Any]:
-    """The numbers, for JSON."""
-    result = measured.result
-    record = {
-        "model": measured.model,
-        **text_record(measured.text_name, measured.windows),
-        **numbers(measured.own),
-        **machine_record(measured.dtype, measured.device),
-    }
-    if isinstance(result, Agreement):
-        record["against"] = {"model": measured.against, **numbers(result.original), **distance(result)}
-    return record
-
-
 def text_record(name: str, windows: Windows) -> dict[str, Any]:
     """What was predicted, for JSON."""
     return {
@@ -185,26 +206,6 @@ def numbers(value: Perplexity) -> dict[str, float | None]:
 def _or_none(value: float | None) -> float | None:
     """JSON has no word for what is not finite."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def as_table(measured: Measured) -> Table:
-    """The same for people."""
-    windows, result, own = measured.windows, measured.result, measured.own
-    table = Table(show_header=False, title=f"{measured.model} on {measured.text_name}")
-    table.add_row("perplexity", _with_error(own.perplexity, own.standard_error))
-    table.add_row("loss (nats per token)", _with_error(own.loss, own.loss_standard_error))
-    if isinstance(result, Agreement):
-        theirs = result.original
-        table.add_row(f"perplexity of {measured.against}", _with_error(theirs.perplexity, theirs.standard_error))
-        table.add_row("loss increase", _with_error(result.loss_increase, result.loss_increase_standard_error))
-        table.add_row("growth of the perplexity", f"{100 * growth(result):+.2f} %")
-        table.add_row("KL(original || model), nats", _with_error(result.kl, result.kl_standard_error))
-        table.add_row("same most likely token", f"{100 * result.top1:.2f} %")
-    table.add_row("windows x context", f"{len(windows)} x {windows.context} of {windows.found} tokens")
-    table.add_row("tokenizer", windows.tokenizer)
-    table.add_row("beginning-of-sequence token", windows.bos)
-    table.add_row("computed in", f"{measured.dtype} on {measured.device}")
-    return table
 
 
 def growth(result: Agreement) -> float:

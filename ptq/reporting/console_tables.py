@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from ptq.layers.linear import config_entry
@@ -42,6 +43,16 @@ def plan_table(plan: Plan) -> str:
         table.add_row(*line)
     explained = any(cell for row in rows for cell in row[2:6])  # what the legend is about
     return f"{_render(table)}\n{LEGEND}" if explained else _render(table)
+
+
+def whole_table(shown: RenderableType) -> str:
+    """As wide as the terminal, and where that would cut long names, as they are."""
+    console = Console(markup=False, highlight=False, emoji=False)
+    whole = console.measure(shown, options=console.options.update(width=1 << 16)).maximum
+    console.width = max(console.width, whole)
+    with console.capture() as table:
+        console.print(shown)
+    return table.get().rstrip("\n")
 
 
 def contents_table(contents: Contents) -> str:
@@ -136,8 +147,6 @@ def _matrices(scheme: dict[str, Any]) -> str:
 
 
 def _render(table: Table) -> str:
-    from rich.console import Console
-
     plain = Console(width=400)
     with plain.capture() as capture:
         plain.print(table)
