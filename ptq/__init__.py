@@ -17,7 +17,7 @@ from ptq.recipe import Recipe, RunOptions  # noqa: E402
 
 if not startup.is_command():  # which imports what it needs when it needs it
     from ptq.commands.compare import compare
-    from ptq.commands.perplexity import measure as perplexity
+    from ptq.commands.perplexity import perplexity
     from ptq.commands.verify import verify
     from ptq.hf.packed_config import PtqConfig
     from ptq.hf.plugin import PtqQuantizer

@@ -97,11 +97,11 @@ def perplexity(
 ) -> None:
     """Perplexity by the papers' protocol: windows that do not overlap, the tail dropped, exp of the mean loss."""
     source.check_readable(text)
-    from ptq.commands.perplexity import measure
+    from ptq.commands.perplexity import perplexity as measured
 
     with _quiet(debug):
-        measured = measure(model, text, dataset, context, against, device, _dtype(dtype))
-    _show(measured, as_json)
+        made = measured(model, text, dataset, context, against, device, _dtype(dtype))
+    _show(made, as_json)
 
 
 def compare(

@@ -84,7 +84,7 @@ def test_a_loss_whose_exp_is_no_number() -> None:
 def test_python_gives_the_numbers_of_the_command(model_folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("thequickbrownfox" * 4)
-    found = ptq.perplexity(model_folder, text, context=16, against=str(model_folder))
+    found = ptq.perplexity(model_folder, text, context=16, against=str(model_folder), device=torch.device("cpu"))
     done = perplexity(
         str(model_folder), "--text", str(text), "--context", "16", "--against", str(model_folder), "--json"
     )

@@ -84,7 +84,7 @@ def compare(
     text: str | Path | None = None,
     dataset: str | None = None,
     context: int | None = None,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
 ) -> Comparison:
     """Run every window of the file `text`, or of a `dataset`, through all of them, which are in memory together, in the
@@ -95,7 +95,7 @@ def compare(
     """
     if isinstance(checkpoints, str | Path) or not checkpoints:
         raise InputError(f"give the checkpoints as a list, such as ['OUT']; found {str(checkpoints)!r}")
-    names, place = (*map(str, checkpoints), str(original)), device_named(device)
+    names, place = (*map(str, checkpoints), str(original)), device_named(str(device))
     name, windows = windows_for(names, text, dataset, context)
     sizes = tuple(summary(Checkpoint.open(source.resolve(each))) for each in names)
     plain = load_model(names[-1], dtype, place)

@@ -14,7 +14,8 @@ import transformers
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from ptq.commands.evaluate import Agreement, Perplexity, compare, perplexity
+from ptq.commands import evaluate
+from ptq.commands.evaluate import Agreement, Perplexity
 from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
@@ -84,13 +85,13 @@ class Measured:
     __repr__ = __str__
 
 
-def measure(
+def perplexity(
     model: str | Path,
     text: str | Path | None = None,
     dataset: str | None = None,
     context: int | None = None,
     against: str | Path | None = None,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
 ) -> Measured:
     """Run windows of `context` tokens (None: the papers' 2048, or as many as the model takes) of the file `text`, or of
@@ -99,22 +100,22 @@ def measure(
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
     """
-    name, other, place = str(model), None if against is None else str(against), device_named(device)
+    name, other, place = str(model), None if against is None else str(against), device_named(str(device))
     text_name, windows = windows_for([name] if other is None else [name, other], text, dataset, context)
     loaded = load_model(name, dtype, place)
     with counting("windows") as advance:
         if other is None:
-            result = perplexity(loaded, windows, progress=advance)
+            result = evaluate.perplexity(loaded, windows, progress=advance)
         else:  # in the same dtype, so that the divergence is not that of two precisions
             original = load_model(other, loaded.dtype, place)
-            result = compare(loaded, original, windows, progress=advance)
+            result = evaluate.compare(loaded, original, windows, progress=advance)
     return Measured(name, other, text_name, windows, result, dtype_name(loaded.dtype), place)
 
 
 def windows_for(
     models: Sequence[str], text: str | Path | None, dataset: str | None, context: int | None
 ) -> tuple[str, Windows]:
-    """The name of a text, and its windows, which must be the same for all models. Raises as `measure` does."""
+    """The name of a text, and its windows, which must be the same for all models. Raises as `perplexity` does."""
     first, *others = models
     config = load_config(first)  # a folder that is no model is told as such
     context = context_for(config, context)
