@@ -16,25 +16,36 @@ from ptq.errors import InputError, RunError  # noqa: E402
 from ptq.recipe import Recipe, RunOptions  # noqa: E402
 
 if not startup.is_command():  # which imports what it needs when it needs it
-    from ptq.commands.compare import compare
-    from ptq.commands.perplexity import perplexity
-    from ptq.commands.verify import verify
+    from ptq.commands.compare import Comparison, compare
+    from ptq.commands.perplexity import Measured, perplexity
+    from ptq.commands.verify import Verification, verify
     from ptq.hf.packed_config import PtqConfig
     from ptq.hf.plugin import PtqQuantizer
     from ptq.pipeline.pipeline import plan, quantize
     from ptq.pipeline.result import Result
 
 __all__ = [
+    "Comparison",
     "InputError",
+    "Measured",
     "PtqConfig",
     "PtqQuantizer",
     "Recipe",
     "Result",
     "RunError",
     "RunOptions",
+    "Verification",
     "compare",
     "perplexity",
     "plan",
     "quantize",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version(startup.DISTRIBUTION)

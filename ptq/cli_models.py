@@ -100,7 +100,9 @@ def perplexity(
     from ptq.commands.perplexity import perplexity as measured
 
     with _quiet(debug):
-        made = measured(model, text, dataset, context, against, device, _dtype(dtype))
+        made = measured(
+            model, text, dataset=dataset, context=context, against=against, device=device, dtype=_dtype(dtype)
+        )
     _show(made, as_json)
 
 
@@ -122,7 +124,7 @@ def compare(
     from ptq.commands.compare import compare as compared
 
     with _quiet(debug):
-        made = compared(model, checkpoints, text, dataset, context, device, _dtype(dtype))
+        made = compared(model, checkpoints, text, dataset=dataset, context=context, device=device, dtype=_dtype(dtype))
     _show(made, as_json)
 
 

@@ -1,11 +1,13 @@
 """`quantize perplexity`, which scripts/perplexity.py calls, too."""
 
 import json
+import re
 import runpy
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -75,7 +77,7 @@ def test_a_loss_whose_exp_is_no_number() -> None:
     other = evaluate.Perplexity(4.0, 1.0, 2, 16)
     windows = Windows(torch.zeros(2, 16, dtype=torch.long), 32, "none", "none")
     result = evaluate.Agreement(own, other, 800.0, 1.0, 0.0, 1.0)
-    measured = command.Measured("model", "other", "text", windows, result, "float32", torch.device("cpu"))
+    measured = command.Measured("model", "other", "text", windows, own, result, "float32", torch.device("cpu"))
     record = json.loads(json.dumps(measured.as_record(), allow_nan=False))
     assert record["perplexity"] is None and record["standard_error"] is None and record["loss"] == 800.0
     assert sum("│" in line or "|" in line for line in str(measured).splitlines()) == 11
@@ -89,9 +91,29 @@ def test_python_gives_the_numbers_of_the_command(model_folder, tmp_path):
         str(model_folder), "--text", str(text), "--context", "16", "--against", str(model_folder), "--json"
     )
     assert json.loads(done.stdout) == found.as_record()
-    assert found.own == found.result.original and found.result.kl == 0
-    with pytest.raises(InputError, match="name the text"):
-        ptq.perplexity(model_folder)
+    assert found.perplexity == found.original_perplexity and found.kl == 0 and found.top1 == 1
+    alone = ptq.perplexity(model_folder, text, context=16)
+    assert alone.standard_error == found.standard_error and (alone.kl, alone.original_perplexity) == (None, None)
+    assert alone != found and len({alone, found, alone}) == 2
+
+
+def test_python_is_told_what_is_no_model_text_or_context(model_folder, monkeypatch):
+    monkeypatch.setattr(command, "load_model", None)
+    text: Any = "thequickbrownfox\n" * 4
+    for arguments, message in [
+        ({}, "name the text"),
+        ({"text": text}, "must be the name of a file, found 68 characters of text"),
+        ({"text": "x" * 5000}, "found 5000 characters"),
+        ({"text": ""}, "found an empty name"),
+        ({"text": ["a.txt"]}, "found a list"),
+        ({"text": "a.txt", "context": "256"}, "whole number of tokens, found '256'"),
+        ({"text": "a.txt", "context": 256.0}, "found 256.0"),
+        ({"dataset": "ptb"}, "dataset 'ptb': the only one is wikitext2"),
+        ({"text": "a.txt", "against": 3}, "against must be a folder"),
+        ({"model": tiny_llama(0)}, "found a LlamaForCausalLM; a model in memory is saved by its save_pretrained"),
+    ]:
+        with pytest.raises(InputError, match=re.escape(message)):
+            ptq.perplexity(**{"model": model_folder, **arguments})
 
 
 def test_it_refuses_bad_input_in_one_sentence_before_weights_are_read(model_folder, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -19,57 +19,82 @@ from ptq.commands.evaluate import Agreement, Perplexity
 from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
-from ptq.files import hub
+from ptq.files import hub, source
 from ptq.files.dtypes import dtype_name
-from ptq.hf.loading import device_named, load_config, load_model, load_tokenizer
+from ptq.hf.loading import check_alike, device_named, load_config, load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.reporting.console_tables import whole_table
 from ptq.reporting.sizes import with_error
 from ptq.statistics import text_sources
 from ptq.statistics.calibration import bos_of
 
-DATASET = "wikitext2"
+Dataset = Literal["wikitext2"]
+DATASET: Dataset = "wikitext2"
 """The text that papers predict."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Measured:
-    """The perplexity of a model, with what a reader must know to repeat it."""
+    """The perplexity of `model` on the windows of a text, computed in `dtype` on `device`; printed, it is the table of
+    `quantize perplexity`.
+
+    `own` is what the model itself gave, `agreement` how far it is from the model `against`; None: it was not compared,
+    and then so are the numbers that follow from it.
+    """
 
     model: str
     against: str | None
-    """What it was compared with."""
     text_name: str
     windows: Windows
-    result: Perplexity | Agreement
+    own: Perplexity
+    agreement: Agreement | None
     dtype: str
     device: torch.device
 
     @property
-    def own(self) -> Perplexity:
-        """That of the model itself."""
-        return self.result.model if isinstance(self.result, Agreement) else self.result
+    def perplexity(self) -> float:
+        """Of the model: exp(mean loss per predicted token)."""
+        return self.own.perplexity
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the perplexity, with windows as samples; None where there is but one."""
+        return self.own.standard_error
+
+    @property
+    def original_perplexity(self) -> float | None:
+        """Of the model that it was compared with."""
+        return None if self.agreement is None else self.agreement.original.perplexity
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL(original || model), nats per predicted token."""
+        return None if self.agreement is None else self.agreement.kl
+
+    @property
+    def top1(self) -> float | None:
+        """Share of predicted tokens where both have the same most likely one."""
+        return None if self.agreement is None else self.agreement.top1
 
     def as_record(self) -> dict[str, Any]:
         """The numbers, for JSON: what `quantize perplexity --json` prints."""
-        result = self.result
         record = {
             "model": self.model,
             **text_record(self.text_name, self.windows),
             **numbers(self.own),
             **machine_record(self.dtype, self.device),
         }
-        if isinstance(result, Agreement):
-            record["against"] = {"model": self.against, **numbers(result.original), **distance(result)}
+        if (found := self.agreement) is not None:
+            record["against"] = {"model": self.against, **numbers(found.original), **distance(found)}
         return record
 
     def __str__(self) -> str:
         """The table of the command."""
-        windows, result, own = self.windows, self.result, self.own
+        windows, result, own = self.windows, self.agreement, self.own
         table = Table(show_header=False, title=f"{self.model} on {self.text_name}")
         table.add_row("perplexity", _with_error(own.perplexity, own.standard_error))
         table.add_row("loss (nats per token)", _with_error(own.loss, own.loss_standard_error))
-        if isinstance(result, Agreement):
+        if result is not None:
             theirs = result.original
             table.add_row(f"perplexity of {self.against}", _with_error(theirs.perplexity, theirs.standard_error))
             table.add_row("loss increase", _with_error(result.loss_increase, result.loss_increase_standard_error))
@@ -88,28 +113,35 @@ class Measured:
 def perplexity(
     model: str | Path,
     text: str | Path | None = None,
-    dataset: str | None = None,
+    *,
+    dataset: Dataset | None = None,
     context: int | None = None,
     against: str | Path | None = None,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
 ) -> Measured:
-    """Run windows of `context` tokens (None: the papers' 2048, or as many as the model takes) of the file `text`, or of
-    a `dataset`, through a model, and through another that it is compared with. `dtype` None: the stored one.
+    """Perplexity of a model, by the papers' protocol, and with `against`, its original, how far it is from that.
+
+    text: a file (.txt, .jsonl); or `dataset`, fetched from the hub. Neither: the held-out text of the model `demo`.
+    context: tokens of a window; None: the papers' 2048, or as many as the model takes.
+    device: `auto` (a GPU where there is one), `cpu` or `cuda`. dtype: of what is not packed; None: the stored one.
 
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
     """
-    name, other, place = str(model), None if against is None else str(against), device_named(str(device))
+    name, other = source.spelled(model), None if against is None else source.spelled(against, "against")
+    place = device_named(str(device))
     text_name, windows = windows_for([name] if other is None else [name, other], text, dataset, context)
     loaded = load_model(name, dtype, place)
     with counting("windows") as advance:
         if other is None:
-            result = evaluate.perplexity(loaded, windows, progress=advance)
-        else:  # in the same dtype, so that the divergence is not that of two precisions
+            own, agreement = evaluate.perplexity(loaded, windows, progress=advance), None
+        else:
             original = load_model(other, loaded.dtype, place)
-            result = evaluate.compare(loaded, original, windows, progress=advance)
-    return Measured(name, other, text_name, windows, result, dtype_name(loaded.dtype), place)
+            check_alike({name: loaded, other: original})
+            agreement = evaluate.compare(loaded, original, windows, progress=advance)
+            own = agreement.model
+    return Measured(name, other, text_name, windows, own, agreement, dtype_name(loaded.dtype), place)
 
 
 def windows_for(
@@ -141,12 +173,14 @@ def _text(
     if text is not None and dataset is not None:
         raise InputError("give --text or --dataset, not both")
     if dataset is not None:
+        if dataset != DATASET:
+            raise InputError(f"dataset {dataset!r}: the only one is {DATASET}; any other text as a file: --text FILE")
         return dataset, _wikitext2()
     if text is None:
         if "demo" not in models:
             raise InputError(f"name the text to predict: --text FILE or --dataset {DATASET}")
         text = demo_path() / "heldout.txt"
-    return str(text), text_sources.read_text(Path(text), tokenizer)
+    return str(text), text_sources.read_text(text_sources.path_named(text), tokenizer)
 
 
 def _wikitext2() -> str:

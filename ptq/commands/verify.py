@@ -63,11 +63,11 @@ def verify(checkpoint: str | Path, against: str | Path | None = None, text: str 
     """
     if text is not None and against is None:
         raise InputError("--text does nothing without --against, the original to compare with")
-    folder = source.resolve(str(checkpoint))
+    folder = source.resolve(source.spelled(checkpoint, "checkpoint"))
     found = check_integrity(folder)
     if against is None:
         return found
-    original = source.resolve(str(against))
+    original = source.resolve(source.spelled(against, "against"))
     ours, theirs = (load_config(model).get_text_config() for model in (folder, original))
     for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if (own := getattr(ours, size)) != (other := getattr(theirs, size)):

@@ -48,6 +48,8 @@ def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
     longest = positions_of(config)
     if requested is None:
         return PAPER_CONTEXT if longest is None else min(PAPER_CONTEXT, longest)
+    if type(requested) is not int:
+        raise InputError(f"context must be a whole number of tokens, found {requested!r}")
     if requested < 2:
         raise InputError(f"context {requested}: a window needs at least 2 tokens, one to read and one to predict")
     if longest is not None and requested > longest:

@@ -12,6 +12,16 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?", re
 """With `@` and a branch, a tag or a commit, or without."""
 
 
+def spelled(model: object, what: str = "model") -> str:
+    """MODEL as a Python user gave it, as text. Raises InputError, which calls it `what`, for anything but a name."""
+    if isinstance(model, str | Path):
+        return str(model)
+    raise InputError(
+        f"{what} must be a folder, a hub name or `demo`, found a {type(model).__name__}; a model in memory is saved by "
+        "its save_pretrained, and that folder passed"
+    )
+
+
 def resolve(model: str) -> Path:
     """The local folder of MODEL; downloads it if it is a hub name, through huggingface_hub and its cache.
 

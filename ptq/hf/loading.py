@@ -1,6 +1,6 @@
 """Load a model to run it, plain or packed, with errors for people."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import ptq.hf.plugin  # noqa: F401  (registers the plug-in that loads packed che
 from ptq.errors import InputError, refused
 from ptq.files import companions, published, source
 from ptq.files.checkpoint import Checkpoint, read_config
+from ptq.files.dtypes import dtype_name
 from ptq.hf.meta_model import transformers_config
 from ptq.models.model_shape import UNREAD
 from ptq.planning.plan import OF_ANOTHER
@@ -111,6 +112,18 @@ def device_named(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_alike(models: Mapping[str, PreTrainedModel]) -> None:
+    """Raise InputError for models, by name, that compute in different dtypes: what tells them apart would in part be
+    that of two precisions."""
+    dtypes = {name: dtype_name(model.dtype) for name, model in models.items()}
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())
+        raise InputError(
+            f"models are compared in one dtype, and these compute in several: {found}; give a dtype that all of them "
+            "take, such as float32 (packed models do not take float16 on a CPU)"
+        )
 
 
 def positions_of(config: Any) -> int | None:

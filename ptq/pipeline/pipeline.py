@@ -74,17 +74,13 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
     Raises InputError (bad input; what is found late, such as a NaN in a weight, leaves the work folder and the partial
     result) or RunError (what is done stays in the work folder).
     """
-    if not isinstance(model, str | Path):
-        raise InputError(
-            f"model must be a folder, a hub name or `demo`, found a {type(model).__name__}; a model in memory is saved "
-            "by its save_pretrained, and that folder passed"
-        )
+    model = source.spelled(model)
     if not isinstance(out, str | Path):
         raise InputError(f"out must be a folder, found {out!r}")
     if not isinstance(options, RunOptions):
         raise InputError(f"options must be RunOptions, such as RunOptions(device='cpu'), found {options!r}")
     check_recipe(recipe)
-    model, (out, work) = str(model), _folders(out, options)
+    out, work = _folders(out, options)
     with engine.workers() as workers, without_kernel_hints(), own_defaults():
         with source.headers_only(model) as (folder, missing):
             if missing:

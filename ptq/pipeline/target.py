@@ -1,6 +1,7 @@
 """A model that is to be read: its checkpoint as a run sees it, and the plan for it. No weight is read."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import PreTrainedConfig
 
@@ -86,8 +87,9 @@ def check(found: Source, plan: Plan) -> None:
     check_tensors(plan, tensors, promised)
 
 
-def plan(model: str, recipe: Recipe) -> Target:
+def plan(model: str | Path, recipe: Recipe) -> Target:
     """The plan for a model. Raises InputError as `opened` and `check` do, and for a recipe that does not fit."""
+    model = source.spelled(model)
     check_recipe(recipe)
     found = opened(model)
     with in_folder(found.checkpoint.folder):

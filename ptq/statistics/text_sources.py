@@ -19,6 +19,8 @@ TEXT_FILES = (".txt", ".raw", ".jsonl")
 """What names of files end in; WikiText is published as wiki.test.raw."""
 DATA_FILES = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".zip")
 """Ends of names of files that are no text, though some can be read as such."""
+LONGEST_NAME = 4096
+"""Characters of a path, as Linux has them."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+|:[\w.-]*:\w[\w.-]*)?", re.ASCII)
 HUB_ALIASES = {"wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1", "c4": "allenai/c4:en"}
 FIXED_DATE = "{% macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}{{ '' }}"
@@ -85,6 +87,17 @@ def _decode(data: bytes | bytearray, path: Path, offset: int = 0) -> str:
         raise InputError(
             f"{path}: not UTF-8 at byte {at} (0x{data[error.start]:02x}); save the file as UTF-8"
         ) from None
+
+
+def path_named(text: object) -> Path:
+    """The file that a Python user named. Raises InputError for what is no name of one, such as the text itself."""
+    if not isinstance(text, str | Path):
+        raise InputError(f"text must be the name of a file, found a {type(text).__name__}")
+    name = str(text)
+    if not name or "\n" in name or len(name) > LONGEST_NAME:
+        found = f"{len(name)} characters of text; write them into a file" if name else "an empty name"
+        raise InputError(f"text must be the name of a file, found {found}")
+    return source.path_of(text)
 
 
 def read_text(path: Path, tokenizer: Any = None, limit: int = sys.maxsize - 1) -> str:
