@@ -182,8 +182,10 @@ class MinifloatFormat(LaidOut):
         """See `ptq.weights.compressed_tensors`: its small floats are MXFP6 (of e2m3) and MXFP4."""
         if self.element not in ("e2m3", "e2m1") or self.scale != "e8m0" or self.group_size != 32 or quantized_input:
             raise InputError(
-                "of small floats, compressed-tensors holds MXFP6 and MXFP4 with inputs in 16 bits; quantise with "
-                "`fp6 --scale e8m0 --group-size 32 --element e2m3` or `e2m1`"
+                "of small floats, compressed-tensors holds e2m3 (MXFP6) and e2m1 (MXFP4), with --scale e8m0, groups of "
+                f"32 and inputs in 16 bits; found {self.element}, --scale {self.scale}, groups of {self.group_size}"
+                f"{', and inputs in few bits' if quantized_input else ''}; quantise anew with `fp6 --scale e8m0 "
+                "--element e2m3` or `e2m1`, and --skip for linears whose width is no multiple of 32"
             )
         bits = self.small_float.bits
         integers = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}

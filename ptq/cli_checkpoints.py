@@ -169,8 +169,8 @@ def export(
     ] = None,
     debug: cli_options.Debug = False,
 ) -> None:
-    """Write a checkpoint of `quarot --offline` or `fp6 --scale e8m0` as compressed-tensors, which vLLM reads, or as a
-    GGUF, which llama.cpp reads."""
+    """Write a checkpoint of `quarot --offline`, or of `fp6 --scale e8m0` with e2m1 or e2m3, as compressed-tensors,
+    which vLLM reads, or as a GGUF, which llama.cpp reads."""
     from ptq.commands import export, export_gguf
 
     with startup.interruptible():

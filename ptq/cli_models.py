@@ -19,7 +19,9 @@ Model = Annotated[
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="What to compute in; auto: the stored type, but float32 for float16 on a CPU."),
+    typer.Option(
+        help="What to compute in; auto: the stored type, but float32 for float16 on a CPU, which takes no float16."
+    ),
 ]
 
 Text = Annotated[

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import check_refused, quantize
 from test_evaluate import tiny_llama
 from typer.testing import Result
@@ -70,19 +69,6 @@ def test_python_gives_the_numbers_of_the_command(folders: dict[str, str]) -> Non
     for no_list in (folders["w3"], []):
         with pytest.raises(InputError, match="as a list"):
             ptq.compare(folders["model"], no_list, folders["text.txt"])
-
-
-@pytest.mark.filterwarnings("ignore:ptq. float16 is slow")
-def test_models_that_compute_in_different_dtypes_are_not_compared(folders: dict[str, str]) -> None:
-    """On a CPU a packed model takes float32 in place of float16, and its original would not."""
-    common = {"text": folders["text.txt"], "context": 16, "device": "cpu", "dtype": torch.float16}
-    for measure in (
-        lambda: ptq.compare(folders["model"], [folders["w8"]], **common),
-        lambda: ptq.perplexity(folders["model"], against=folders["w8"], **common),
-    ):
-        with pytest.raises(InputError, match=r"model in float16.*w8 in float32.*such as float32"):
-            measure()
-    assert ptq.perplexity(folders["w8"], against=folders["model"], **common).dtype == "float32"
 
 
 def test_its_table(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

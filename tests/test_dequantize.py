@@ -204,7 +204,10 @@ def test_bad_input(tmp_path: Path) -> None:
     check_refused(quantize("dequantize", model, tmp_path / "out"), "is not quantised: its weights are plain numbers")
     assert quantize("fp6", model, tmp_path / "out").exit_code == 0
     before = listing(tmp_path)
-    check_refused(quantize("dequantize", tmp_path / "out", model), "exists and is not empty")
+    check_refused(
+        quantize("dequantize", tmp_path / "out", model),
+        "model: holds a model; nothing in it was touched. Name another folder",
+    )
     assert listing(tmp_path) == before
 
 

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "embedding": (("quarot", *NEAREST, "--embedding-bits", "8"), "--embedding-bits"),
     "head": (("fp6", "--scale", "e8m0", "--embedding-bits", "8"), "--embedding-bits"),
-    "element": (("fp6", "--element", "e3m2"), "--scale e8m0 --group-size 32 --element e2m3"),
+    "element": (("fp6", "--element", "e3m2"), "found e3m2, --scale bfloat16, groups of 0"),
     "signs": (("quip-sharp", "--rounding", "nearest"), "QuIP# cannot be exported"),
     "a part of q, k and v": (("quarot", *NEAREST, "--skip", "*.k_proj"), "q_proj is quantised and"),
     "a part of gate and up": (("quarot", *NEAREST, "--skip", "*.1.mlp.up_proj"), "layers.1.mlp.up_proj is not"),

@@ -161,7 +161,7 @@ def test_inspect_fetches_headers_alone(served: Hub) -> None:
         ({}, ("--calibration", "org/none"), "org/none: neither a local file nor a public hub dataset"),
         ({}, ("--device", "tpu"), "auto, cpu or cuda"),
         ({}, ("no memory",), "of memory, 10 MB are free"),
-        ({}, ("no room",), "exists and is not empty"),
+        ({}, ("no room",), "holds a model; nothing in it was touched"),
     ],
 )
 def test_a_run_is_refused_before_weights_are_fetched(

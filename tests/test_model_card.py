@@ -51,6 +51,7 @@ def test_every_run_leaves_a_card_and_its_code_loads_the_model(packed: Path) -> N
         "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ptq", "quarot"],
     }  # fmt: skip
     assert "quantize quarot model OUT --rounding nearest --key-bits 4 --value-bits 4" in text
+    assert "this makes it again, from where the folder of the original lies:" in text
     assert f"| {read_result(packed).bits_per_weight:.3f} |" in text and "`report.html` shows" in text
     assert "| bits of keys and of values in the KV cache |  | 4, 4 |" in text and "came without" not in text
     assert loaded_by(text, packed)["written"].shape[1] > 50
@@ -127,6 +128,7 @@ def test_the_command_of_a_card_is_the_one_that_was_given(words: str, packed: Pat
 def test_the_name_on_the_hub_is_the_base_and_its_license_stays(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [en, no]\ntags: [x]\nlicense_link: 3\n---\nText")
     head, text = card(packed, tmp_path, "org/name@v1", with_report=False)
+    assert "this makes it again:" in text
     assert head["base_model"] == "org/name" and head["base_model_relation"] == "quantized"
     assert head["license"] == "mit" and head["language"] == ["en", "no"] and head["tags"] == ["ptq", "quarot"]
     assert "license_link" not in head and "report.html" not in text

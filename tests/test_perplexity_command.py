@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from ptq.commands import perplexity as command
 from ptq.commands.windows import Windows, windows_from_text
 from ptq.errors import InputError
 from ptq.files import hub
+from ptq.reporting.sizes import with_error
 
 
 def perplexity(*arguments: str, charset: str = "utf-8") -> Result:
@@ -182,6 +184,44 @@ def test_it_compares_both_models_in_one_dtype(model_folder, tmp_path):
     assert json.loads(done.stdout)["against"]["kl"] == 0
     done = perplexity(str(half), *common)
     assert json.loads(done.stdout)["dtype"] == "float32"
+
+
+def test_float16_on_a_cpu_is_refused_for_any_model(model_folder, tmp_path):
+    """A packed model would take float32 in its place, and a plain one not."""
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfox" * 4)
+    done = perplexity(
+        str(model_folder), "--text", str(text), "--context", "16", "--device", "cpu", "--dtype", "float16"
+    )
+    assert done.exit_code == 2 and "slower on a CPU; ask for bfloat16" in done.stderr
+
+
+def test_the_model_that_does_not_reach_as_far_is_named(model_folder, tmp_path):
+    short = shutil.copytree(model_folder, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfox" * 4)
+    done = perplexity(str(model_folder), "--text", str(text), "--context", "16", "--against", str(short))
+    assert done.exit_code == 2
+    assert f"context 16 is longer than {short} reaches: max_position_embeddings 8" in done.stderr
+
+
+def test_settings_of_a_tokenizer_without_its_vocabulary(model_folder, tmp_path):
+    bare = shutil.copytree(model_folder, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    text = tmp_path / "text.txt"
+    text.write_text("abc")
+    done = perplexity(str(bare), "--text", str(text))
+    assert done.exit_code == 2 and "(it has settings alone: put the model's tokenizer.json there)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(None, "0.0010"), (0.0011, "0.0010 ± 0.0011"), (3e-5, "0.00101 ± 0.00003"), (1e-9, "0.0010 ± 0.0000")],
+)
+def test_a_standard_error_is_not_shown_as_zero(error, text):
+    assert with_error(0.001012, error) == text
 
 
 def test_it_does_not_wait_for_a_hub_that_is_out_of_reach(model_folder: Path, monkeypatch):

@@ -202,7 +202,7 @@ def test_what_is_no_packed_checkpoint(model: Path, both: tuple[Path, Path], tmp_
     plain, tiles = both
     check_refused(quantize("prepack", model, tmp_path / "out"), "is not quantised; run `quantize quarot`")
     check_refused(quantize("prepack", tiles, tmp_path / "out"), "is prepacked already")
-    check_refused(quantize("prepack", plain, tiles), "exists and is not empty; nothing in it was touched")
+    check_refused(quantize("prepack", plain, tiles), "holds a model; nothing in it was touched")
     check_refused(quantize("fp6", tiles, tmp_path / "out"), "quantised already")
     damaged = shutil.copytree(plain, tmp_path / "damaged")
     tensors = load_file(damaged / "model.safetensors")

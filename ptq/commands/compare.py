@@ -20,7 +20,7 @@ from ptq.errors import InputError
 from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import dtype_name
-from ptq.hf.loading import check_alike, device_named, load_model
+from ptq.hf.loading import device_named, load_model
 from ptq.pipeline.progress import counting
 from ptq.reporting.console_tables import whole_table
 from ptq.reporting.contents import Contents, summary
@@ -146,7 +146,6 @@ def compare(
     *sizes, plain_size = (summary(Checkpoint.open(source.resolve(each))) for each in (*names, plain_name))
     plain = load_model(plain_name, dtype, place)
     models = [load_model(each, plain.dtype, place) for each in names]
-    check_alike({plain_name: plain, **dict(zip(names, models, strict=True))})
     with counting("windows") as advance:
         found = evaluate.compare_all(models, plain, windows, progress=advance)
     rows = tuple(map(Compared, names, sizes, found))

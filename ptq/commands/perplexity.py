@@ -21,7 +21,7 @@ from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.files import hub, source
 from ptq.files.dtypes import dtype_name
-from ptq.hf.loading import check_alike, device_named, load_config, load_model, load_tokenizer
+from ptq.hf.loading import device_named, load_config, load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.reporting.console_tables import whole_table
 from ptq.reporting.sizes import with_error
@@ -138,7 +138,6 @@ def perplexity(
             own, agreement = evaluate.perplexity(loaded, windows, progress=advance), None
         else:
             original = load_model(other, loaded.dtype, place)
-            check_alike({name: loaded, other: original})
             agreement = evaluate.compare(loaded, original, windows, progress=advance)
             own = agreement.model
     return Measured(name, other, text_name, windows, own, agreement, dtype_name(loaded.dtype), place)
@@ -156,13 +155,13 @@ def windows_for(
     bos = bos_of(tokenizer, config)
     windows = windows_from_text(tokenizer, read, context, name, bos)
     for other in others:
-        context_for(load_config(other), context)  # which may not reach as far
         theirs = windows_from_text(load_tokenizer(other), read, context, bos=bos)
         if not torch.equal(windows.tokens, theirs.tokens):
             raise InputError(
                 f"{first} and {other} tokenise the text differently; only a model and what was made from it can be "
                 "compared"
             )
+        context_for(load_config(other), context, other)  # which may not reach as far
     return name, windows
 
 

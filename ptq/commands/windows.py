@@ -40,10 +40,10 @@ class Windows:
         return self.tokens.shape[0]
 
 
-def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
+def context_for(config: PretrainedConfig, requested: int | None = None, model: str = "the model") -> int:
     """The window length: `requested`, or the papers' 2048 where the model reaches that far, else the model's maximum.
 
-    Raises InputError for a context that the model was not made for, or that predicts nothing.
+    Raises InputError for a context that `model`, whose config it is, was not made for, or that predicts nothing.
     """
     longest = positions_of(config)
     if requested is None:
@@ -54,7 +54,8 @@ def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
         raise InputError(f"context {requested}: a window needs at least 2 tokens, one to read and one to predict")
     if longest is not None and requested > longest:
         raise InputError(
-            f"context {requested} is longer than the model's max_position_embeddings {longest}; ask for at most that"
+            f"context {requested} is longer than {model} reaches: max_position_embeddings {longest}; ask for at most "
+            "that"
         )
     return requested
 

@@ -11,7 +11,8 @@ from ptq.files.source import cannot_read
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files of which a model with a tokenizer has one at least."""
-OBJECTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+SETTINGS = "tokenizer_config.json"
+OBJECTS = ("tokenizer.json", SETTINGS, "generation_config.json")
 """Files whose JSON is an object."""
 TEMPLATES = "additional_chat_templates/*.jinja"
 """Chat templates with names of their own, such as those for tools: in a folder, as transformers saves them."""
@@ -55,6 +56,11 @@ def check(folder: Path) -> None:
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model's folder holds a tokenizer."""
     return any(found(folder, TOKENIZERS))
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Whether the files of a tokenizer are more than its settings."""
+    return any(name != SETTINGS for name in found(folder, TOKENIZERS))
 
 
 def copy(source: Path, folder: Path, patterns: Iterable[str] = COPIED) -> None:

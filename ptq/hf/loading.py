@@ -1,6 +1,6 @@
 """Load a model to run it, plain or packed, with errors for people."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import ptq.hf.plugin  # noqa: F401  (registers the plug-in that loads packed che
 from ptq.errors import InputError, refused
 from ptq.files import companions, published, source
 from ptq.files.checkpoint import Checkpoint, read_config
-from ptq.files.dtypes import dtype_name
 from ptq.hf.meta_model import transformers_config
 from ptq.models.model_shape import UNREAD
 from ptq.planning.plan import OF_ANOTHER
@@ -35,20 +34,24 @@ def load_model(
     were published in FP8 or MXFP4 are what `quantize` reads them as (`ptq.files.published`).
 
     Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
-    code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that is missing, which
-    transformers would fill with random numbers, and for a block or a bias that is not in the model.
+    code from the checkpoint. Raises InputError where it cannot be loaded, and for float16 on a CPU; also for a tensor
+    that is missing, which transformers would fill with random numbers, and for a block or a bias that is not in the
+    model.
     """
     folder = source.resolve(str(model))
     config = load_config(folder)
     stored = config.dtype
-    if dtype is None and stored == torch.float16 and (device is None or device.type == "cpu"):
+    on_cpu = device is None or device.type == "cpu"
+    if dtype == torch.float16 and on_cpu:
+        raise InputError("float16 is hundreds of times slower on a CPU; ask for bfloat16, which is fastest, or float32")
+    if dtype is None and stored == torch.float16 and on_cpu:
         dtype = torch.float32
     with refused(f"{model} could not be loaded"):
         kind, files = _files(folder, config)
         loaded: Any = kind.from_pretrained(
             **files,
             dtype=dtype or "auto",
-            device_map=None if device is None or device.type == "cpu" else {"": device},  # kernels' layouts differ
+            device_map=None if on_cpu else {"": device},  # kernels' layouts differ
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -114,18 +117,6 @@ def device_named(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def check_alike(models: Mapping[str, PreTrainedModel]) -> None:
-    """Raise InputError for models, by name, that compute in different dtypes: what tells them apart would in part be
-    that of two precisions."""
-    dtypes = {name: dtype_name(model.dtype) for name, model in models.items()}
-    if len(set(dtypes.values())) > 1:
-        found = ", ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())
-        raise InputError(
-            f"models are compared in one dtype, and these compute in several: {found}; give a dtype that all of them "
-            "take, such as float32 (packed models do not take float16 on a CPU)"
-        )
-
-
 def positions_of(config: Any) -> int | None:
     """The number of positions of a model; None: it has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or None
@@ -139,7 +130,10 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
             f"{folder}: holds no tokenizer, without which a text cannot be read; put the model's tokenizer.json and "
             "tokenizer_config.json there"
         )
-    with refused(f"the tokenizer of {folder} could not be loaded"):
+    missing = (
+        "" if companions.has_vocabulary(folder) else " (it has settings alone: put the model's tokenizer.json there)"
+    )
+    with refused(f"the tokenizer of {folder} could not be loaded{missing}"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 

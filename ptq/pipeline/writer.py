@@ -69,7 +69,10 @@ def check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file, and the result is a folder; nothing in it was touched. Name another place")
     if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
+        what, remedy = "exists and is not empty", "Name another folder or remove it"
+        if (out / "config.json").exists():  # which may be the only copy of a model
+            what, remedy = "holds a model", "Name another folder"
+        raise InputError(f"{out}: {what}; nothing in it was touched. {remedy}")
     if out.is_mount():
         raise InputError(f"{out}: is where a disk is mounted, which cannot be replaced; name a new folder inside of it")
 

@@ -62,7 +62,7 @@ def write(report: Report, recipe: Recipe, original: Path, written: Checkpoint, w
         library_name="transformers", pipeline_tag="text-generation",
         tags=[*(["ptq"] if packed else []), recipe.command], **inherited(original),
     )  # fmt: skip
-    text = f"---\n{data.to_yaml()}\n---\n\n{_body(report, recipe, written)}"
+    text = f"---\n{data.to_yaml()}\n---\n\n{_body(report, recipe, written, hub_name)}"
     if with_report:
         text += f"\n`{PAGE}` shows what this did to every layer.\n"
     write_bytes(written.folder / CARD, text.encode(errors="replace"))  # file names can be no Unicode
@@ -94,9 +94,10 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _body(report: Report, recipe: Recipe, written: Checkpoint) -> str:
+def _body(report: Report, recipe: Recipe, written: Checkpoint, hub_name: str | None) -> str:
     bits = "" if report.bits_per_weight is None else f" in {report.bits_per_weight:.3g} bits a weight"
     command = shlex.join(["quantize", recipe.command, report.model, "OUT", *recipe.arguments()])
+    found = "" if hub_name or report.model == "demo" else ", from where the folder of the original lies"
     name, fence = report.model.partition("@")[0].rpartition("/")[2], "~~~" if "```" in command else "```"
     return f"""# {_one_line(name)}{bits}, by {recipe.title}
 
@@ -108,7 +109,7 @@ def _body(report: Report, recipe: Recipe, written: Checkpoint) -> str:
 |---|---|---|
 {_rows(report, written)}
 
-Made by [{recipe.title}]({recipe.paper}) as `{DISTRIBUTION}` does it ({report.made_with}); this makes it again:
+Made by [{recipe.title}]({recipe.paper}) as `{DISTRIBUTION}` does it ({report.made_with}); this makes it again{found}:
 
 {fence}
 {command}

@@ -1,5 +1,10 @@
 """Sizes, times and measured numbers for people."""
 
+import math
+
+LEAST_SHOWN = 1e-6
+"""A standard error below is that of rounding."""
+
 
 def size_text(nbytes: int | float) -> str:
     """Three digits and a decimal unit: `1.5 KB`."""
@@ -18,6 +23,9 @@ def duration_text(seconds: int | float) -> str:
 
 
 def with_error(number: float | None, standard_error: float | None, digits: int = 4) -> str:
-    """A number with its standard error, as far as they are known: `0.0092 ± 0.0011`."""
+    """A number with its standard error, as far as they are known: `0.0092 ± 0.0011`. A small error gets more digits,
+    of which one at least is no zero."""
+    if standard_error is not None and LEAST_SHOWN <= standard_error < 1:
+        digits = max(digits, math.ceil(-math.log10(standard_error)))
     found = "n/a" if number is None else f"{number:.{digits}f}"
     return found if standard_error is None else f"{found} ± {standard_error:.{digits}f}"
