@@ -13,6 +13,7 @@ import ptq
 from ptq.commands import evaluate
 from ptq.commands import perplexity as perplexity_command
 from ptq.errors import InputError
+from ptq.pipeline import progress
 from quarot.plan import QuarotRecipe
 
 
@@ -69,6 +70,17 @@ def test_python_gives_the_numbers_of_the_command(folders: dict[str, str]) -> Non
     for no_list in (folders["w3"], []):
         with pytest.raises(InputError, match="as a list"):
             ptq.compare(folders["model"], no_list, folders["text.txt"])
+
+
+def test_python_measures_without_a_word_if_asked(folders: dict[str, str], monkeypatch, capsys) -> None:
+    monkeypatch.setattr(progress, "SILENCE", -1.0)
+    text = folders["text.txt"]
+    for visible in (True, False):
+        ptq.compare(folders["model"], [folders["w8"]], text, context=16, progress=visible)
+        ptq.perplexity(folders["w8"], text, context=16, progress=visible)
+        ptq.verify(folders["w8"], folders["model"], text, progress=visible)
+        said = capsys.readouterr().err
+        assert said.count("windows: 1 of") == 2 * visible and said.count("blocks: 1 of") == visible
 
 
 def test_its_table(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import huggingface_hub.constants
 import pytest
@@ -194,6 +194,12 @@ def test_float16_on_a_cpu_is_refused_for_any_model(model_folder, tmp_path):
         str(model_folder), "--text", str(text), "--context", "16", "--device", "cpu", "--dtype", "float16"
     )
     assert done.exit_code == 2 and "slower on a CPU; ask for bfloat16" in done.stderr
+
+
+def test_a_dtype_is_one_of_torchs(model_folder, tmp_path):
+    (text := tmp_path / "text.txt").write_text("thequickbrownfox" * 4)
+    with pytest.raises(InputError, match="one of torch's, such as torch.bfloat16, found 'float16'"):
+        ptq.perplexity(model_folder, text, context=16, dtype=cast(Any, "float16"))
 
 
 def test_the_model_that_does_not_reach_as_far_is_named(model_folder, tmp_path):

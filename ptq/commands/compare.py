@@ -128,12 +128,14 @@ def compare(
     context: int | None = None,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
+    progress: bool = True,
 ) -> Comparison:
     """Checkpoints of one model beside it: size, perplexity and divergence of each. All of them are in memory.
 
     text: a file (.txt, .jsonl); or `dataset`, fetched from the hub. Neither: the held-out text of the model `demo`.
     context: tokens of a window; None: the papers' 2048, or as many as the original takes.
     device: `auto` (a GPU where there is one), `cpu` or `cuda`. dtype: of what is not packed; None: the original's.
+    progress: whether stderr shows how much is done.
 
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
@@ -146,7 +148,7 @@ def compare(
     *sizes, plain_size = (summary(Checkpoint.open(source.resolve(each))) for each in (*names, plain_name))
     plain = load_model(plain_name, dtype, place)
     models = [load_model(each, plain.dtype, place) for each in names]
-    with counting("windows") as advance:
+    with counting("windows", progress) as advance:
         found = evaluate.compare_all(models, plain, windows, progress=advance)
     rows = tuple(map(Compared, names, sizes, found))
     return Comparison(plain_name, plain_size, rows, text_name, windows, dtype_name(plain.dtype), place)

@@ -119,12 +119,14 @@ def perplexity(
     against: str | Path | None = None,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
+    progress: bool = True,
 ) -> Measured:
     """Perplexity of a model, by the papers' protocol, and with `against`, its original, how far it is from that.
 
     text: a file (.txt, .jsonl); or `dataset`, fetched from the hub. Neither: the held-out text of the model `demo`.
     context: tokens of a window; None: the papers' 2048, or as many as the model takes.
     device: `auto` (a GPU where there is one), `cpu` or `cuda`. dtype: of what is not packed; None: the stored one.
+    progress: whether stderr shows how much is done.
 
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
@@ -133,7 +135,7 @@ def perplexity(
     place = device_named(str(device))
     text_name, windows = windows_for([name] if other is None else [name, other], text, dataset, context)
     loaded = load_model(name, dtype, place)
-    with counting("windows") as advance:
+    with counting("windows", progress) as advance:
         if other is None:
             own, agreement = evaluate.perplexity(loaded, windows, progress=advance), None
         else:

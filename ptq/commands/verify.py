@@ -55,8 +55,15 @@ class Verification:
     nor recorded."""
 
 
-def verify(checkpoint: str | Path, against: str | Path | None = None, text: str | Path | None = None) -> Verification:
+def verify(
+    checkpoint: str | Path,
+    against: str | Path | None = None,
+    text: str | Path | None = None,
+    *,
+    progress: bool = True,
+) -> Verification:
     """Check a checkpoint against its own record and, if asked, against the original model, on random tokens or a text.
+    `progress`: whether stderr shows how much is done.
 
     Raises InputError for a checkpoint that is not quantised by ptq, or whose files are not as they were written.
     Without a record (`save_pretrained` writes none), everything else is checked.
@@ -77,7 +84,7 @@ def verify(checkpoint: str | Path, against: str | Path | None = None, text: str 
         is_source = Checkpoint.open(original).identity() == read_record(folder / RECORD).get("source")
     windows = _windows(original, text)
     with without_kernel_hints():
-        agreement = _compare(Streamed.open(folder), Streamed.open(original), windows)
+        agreement = _compare(Streamed.open(folder), Streamed.open(original), windows, progress)
     perplexities = (agreement.model.perplexity, agreement.original.perplexity) if text else (None, None)
     return replace(
         found,
@@ -91,11 +98,11 @@ def verify(checkpoint: str | Path, against: str | Path | None = None, text: str 
     )
 
 
-def _compare(model: Streamed, original: Streamed, windows: Windows) -> evaluate.Agreement:
+def _compare(model: Streamed, original: Streamed, windows: Windows, progress: bool) -> evaluate.Agreement:
     """How close a model is to its original, with a block of one of them, or both heads, in memory at a time."""
     for each in (model, original):
         check_fit(each.config, windows)
-    with counting("blocks") as advance:
+    with counting("blocks", progress) as advance:
         return evaluate.compare_logits(_logits(model, original, windows, advance), windows)
 
 

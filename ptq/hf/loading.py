@@ -41,6 +41,8 @@ def load_model(
     folder = source.resolve(str(model))
     config = load_config(folder)
     stored = config.dtype
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise InputError(f"dtype must be one of torch's, such as torch.bfloat16, found {dtype!r}")
     on_cpu = device is None or device.type == "cpu"
     if dtype == torch.float16 and on_cpu:
         raise InputError("float16 is hundreds of times slower on a CPU; ask for bfloat16, which is fastest, or float32")

@@ -47,9 +47,9 @@ def _no_hint(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def counting(things: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that counts; where that is no terminal, a line from time to time. What it yields is called with
-    how many are done, and how many there are."""
+def counting(things: str, visible: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that counts; where that is no terminal, a line from time to time; nothing unless `visible`. What
+    it yields is called with how many are done, and how many there are."""
     spoke = started = time.monotonic()
     with Bar(
         TextColumn("{task.description}", markup=False),
@@ -57,7 +57,7 @@ def counting(things: str) -> Iterator[Callable[[int, int], None]]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=not (visible and console.is_terminal),
         transient=True,
     ) as bar:
         task = bar.add_task(things, total=None)
@@ -66,7 +66,7 @@ def counting(things: str) -> Iterator[Callable[[int, int], None]]:
             nonlocal spoke
             bar.update(task, completed=done, total=total)
             now = time.monotonic()
-            if not console.is_terminal and done and now - spoke > SILENCE:
+            if visible and not console.is_terminal and done and now - spoke > SILENCE:
                 spoke = now
                 left = (now - started) * (total - done) / done
                 console.print(f"{things}: {done} of {total}, about {duration_text(left)} left", soft_wrap=True)
