@@ -184,3 +184,8 @@ def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:
     save_file(tensors, saved / "model.safetensors", {"format": "pt"})
     result = quantize("verify", saved)
     check_refused(result, f"quantize: {saved}/model.safetensors: tensor 'model.norm.weight' holds 1 NaN")
+
+
+def test_a_text_is_the_name_of_a_file(packed: Path, tiny: Path) -> None:
+    with pytest.raises(ptq.InputError, match="must be the name of a file, found 9 characters of text"):
+        ptq.verify(packed, tiny, "two\nlines")

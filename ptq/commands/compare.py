@@ -65,7 +65,7 @@ class Compared:
 
     def as_record(self) -> dict[str, Any]:
         """The numbers, for JSON."""
-        return {**size_record(self.model, self.size), **numbers(self.agreement.model), **distance(self.agreement)}
+        return {**_size_record(self.model, self.size), **numbers(self.agreement.model), **distance(self.agreement)}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -87,7 +87,7 @@ class Comparison:
         plain = numbers(self.rows[0].agreement.original)
         return {
             **text_record(self.text_name, self.windows),
-            "original": {**size_record(self.original, self.original_size), **plain},
+            "original": {**_size_record(self.original, self.original_size), **plain},
             "checkpoints": [row.as_record() for row in self.rows],
             **machine_record(self.dtype, self.device),
         }
@@ -154,7 +154,7 @@ def compare(
     return Comparison(plain_name, plain_size, rows, text_name, windows, dtype_name(plain.dtype), place)
 
 
-def size_record(model: str, size: Contents) -> dict[str, Any]:
+def _size_record(model: str, size: Contents) -> dict[str, Any]:
     """What a model takes, for JSON."""
     return {"model": model, "bits_per_weight": size.bits_per_weight, "bytes": size.nbytes}
 

@@ -24,7 +24,7 @@ from ptq.pipeline.streamed import Streamed
 from ptq.pipeline.work import RECORD, read_record
 from ptq.reporting.contents import check_packed, summary
 from ptq.statistics.calibration import bos_of
-from ptq.statistics.text_sources import read_text
+from ptq.statistics.text_sources import path_named, read_text
 
 RANDOM_TOKENS = 512
 STATE_BYTES = 1 << 30
@@ -194,5 +194,5 @@ def _windows(original: Path, text: str | Path | None) -> Windows:
     tokenizer = load_tokenizer(original)
     bos = bos_of(tokenizer, config)
     return windows_from_text(
-        tokenizer, read_text(source.path_of(text), tokenizer), context, str(text), bos, or_shorter=True
+        tokenizer, read_text(path_named(text), tokenizer), context, str(text), bos, or_shorter=True
     )
